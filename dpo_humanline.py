@@ -1,0 +1,753 @@
+"""Humanline DPO: preference optimization against a reference that follows one step behind the policy.
+
+The paper is "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207); DPO is its equation 6. Two lines make
+the humanline variant: `grep -n "# humanline" dpo_humanline.py` shows them.
+
+    python dpo_humanline.py                                   # one process, the embedded toy, about a minute
+    torchrun --nproc-per-node 4 dpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --k 1 ...  # see README.md
+
+Differs from the paper in: the gradient norm is clipped globally, not per rank; masks are explicit; every normaliser
+is over the whole global batch; the defaults are the toy's. docs/dpo.md has the list with reasons.
+
+Shapes: B sequences (the chosen completions first, then the rejected ones), T tokens.
+"""
+
+import gzip
+import json
+import math
+import os
+import re
+import resource
+import shutil
+import sys
+import time
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import datasets
+import jinja2
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as dcp_state
+import torch.nn.functional as F
+import transformers
+import tyro
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from utils import (
+    encode_completion,
+    encode_prompt,
+    generate,
+    load_reward_model,
+    load_weights,
+    mean_and_se,
+    pad_batch,
+    reward_scores,
+    sequence_logps,
+    to_text,
+    token_logps,
+)
+
+TOY = Path(__file__).resolve().parent / "toy" / "bouquets"
+
+# === Args ============================================================================================================
+
+
+@dataclass
+class Args:
+    # experiment
+    seed: int = 1
+    """seed of the data order, of humanline sampling and of generation"""
+    output_dir: str = ""
+    """receives metrics.jsonl, checkpoints/, final/, summary.json ...; default runs/<script>__<seed>__<time>"""
+    resume: bool = False
+    """continue the run in --output-dir from its newest checkpoint (from step 0 if it has none yet)"""
+    checkpoint_every: int = 100
+    """optimizer steps between checkpoints of policy, reference and Adam moments; 0: never"""
+    track: bool = False
+    """log to Weights & Biases too (pip install wandb; its WANDB_PROJECT and WANDB_ENTITY apply)"""
+
+    # data
+    dataset: str = str(TOY / "preferences_train.jsonl.gz")
+    """preference pairs: a json, jsonl or parquet file (or .gz), or a Hub name; formats in docs/dpo.md"""
+    dataset_split: str = "train"
+    """split of a Hub --dataset, such as train[:10000]"""
+    eval_dataset: str = str(TOY / "preferences_test.jsonl.gz")
+    """held-out pairs in the same formats; empty, or only --dataset changed: no evaluation"""
+    eval_split: str = "test"
+    """split of a Hub --eval-dataset"""
+    max_prompt_length: int = 625
+    """tokens; pairs with a longer prompt are dropped (paper: 625)"""
+    max_length: int = 1250
+    """tokens of prompt and completion; a completion cut here gets no end-of-turn token (paper: 1250)"""
+    min_avg_logp: float | None = None
+    """nats per token; drop pairs whose chosen completion is less likely under the initial policy (Figure 6)"""
+    group_by_length: bool = True
+    """microbatches of pairs of similar length: less padding, the same numbers"""
+    pad_to_multiple_of: int = 1
+    """tokens; round padded lengths up: the same numbers"""
+
+    # model
+    model: str = str(TOY / "policy")
+    """initial policy and reference: a Hugging Face folder or Hub name"""
+    chat_template: str | None = None
+    """file with a Jinja chat template, in place of the tokenizer's"""
+    eos_token: str | None = None
+    """end-of-turn token, in place of the tokenizer's"""
+    pad_token: str | None = None
+    """pad token, in place of the tokenizer's; it is masked everywhere, so any token will do"""
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
+    """compute dtype; auto: bfloat16 on CUDA, float64 on CPU. Parameters and Adam moments are float32 always"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, more time"""
+    trust_remote_code: bool = False
+    """run Python code that comes with a model"""
+
+    # optimization
+    num_steps: int = 320
+    """optimizer steps"""
+    batch_size: int = 32
+    """pairs per optimizer step, over all ranks (Table 1: 32)"""
+    micro_batch_size: int | None = None
+    """pairs per forward and backward pass of one rank; default batch_size / ranks: no accumulation"""
+    lr: float = 1e-3
+    """AdamW learning rate (Table 3: 5e-6)"""
+    warmup_fraction: float = 0.1
+    """share of the steps in which the learning rate rises linearly; then it is constant (Table 1: 0.1)"""
+    weight_decay: float = 1e-2
+    """AdamW weight decay (Table 1: 1e-2)"""
+    adam_eps: float = 1e-2
+    """AdamW epsilon (Table 1: 1e-5)"""
+    max_grad_norm: float = 1.0
+    """bound on the global gradient norm (Table 3: 1.0)"""
+
+    # humanline
+    humanline: bool = True
+    """humanline clipping and syncing; --no-humanline is neither, whatever --clip and --sync say"""
+    k: int = 16
+    """optimizer steps between syncs of the reference (Table 1: 1)"""
+    log_epsilon_P: float = -1.5
+    """lower bound of a token's log π_θ/π_ref in nats, below 0 (Table 1: -1.5)"""
+    log_epsilon_R: float = 1.5
+    """upper bound of a token's log π_θ/π_ref in nats, above 0 (Table 1: 1.5)"""
+    clip: Literal["clip", "sample", "none"] = "clip"
+    """humanline clipping, humanline sampling (Definition 4.2) in its place, or neither"""
+    sync: Literal["before_step", "after_step", "none"] = "before_step"
+    """humanline syncing, trust-region syncing in its place (after the update, Figure 10), or neither"""
+    kappa: float = 100.0
+    """humanline sampling: concentration κ of the Beta draws; κ → ∞ accepts what clipping does (Theorem 4.3)"""
+    M_P: float = 10.0
+    """humanline sampling: bound on π_θ/π_ref, above exp(log_epsilon_P)"""
+    M_R: float = 10.0
+    """humanline sampling: bound on π_ref/π_θ, above exp(-log_epsilon_R)"""
+
+    # algorithm
+    beta: float = 10.0
+    """DPO's β (Table 3: 0.1)"""
+
+    # rollout
+    temperature: float = 0.7
+    """sampling temperature (Table 1: 0.7)"""
+    top_p: float = 0.95
+    """probability mass of nucleus sampling (Table 1: 0.95)"""
+    max_new_tokens: int = 64
+    """tokens per sampled completion (Table 1: 2048)"""
+
+    # evaluation
+    eval_samples: int = 256
+    """held-out prompts sampled before and after training; 0: none"""
+    reward_model: str = str(TOY / "reward_model")
+    """sequence classifier with one output that scores these samples; empty, or only --model changed: none"""
+
+
+# --- shared: fail
+def fail(message: str):
+    """Ends the run with a message and exit code 1. Every rank meets the same error, and rank 0 prints it."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(30)  # torchrun ends this rank as soon as rank 0 is gone; one that failed alone speaks up after all
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(1)
+
+
+# --- end shared: fail
+
+
+def validate(args: Args, world: int) -> None:
+    """Stops with a message that names the flag, its value and the fix, before anything is loaded."""
+    positive = {"lr", "beta", "max_grad_norm", "adam_eps", "temperature", "kappa", "M_P", "M_R"}
+    at_least_1 = {"k", "num_steps", "batch_size", "micro_batch_size", "max_new_tokens", "pad_to_multiple_of"}
+    at_least_1 |= {"max_prompt_length", "max_length"}
+    at_least_0 = {"seed", "checkpoint_every", "eval_samples", "weight_decay"}
+    for name, value in asdict(args).items():
+        for names, wanted, ok in (
+            (positive, "a finite number above 0", lambda v: v > 0 and math.isfinite(v)),
+            (at_least_1, "at least 1", lambda v: v >= 1),
+            (at_least_0, "at least 0 and finite", lambda v: v >= 0 and math.isfinite(v)),
+            ({"warmup_fraction"}, "a share of the steps, from 0 to 1", lambda v: 0 <= v <= 1),
+            ({"top_p"}, "a probability mass, above 0 and at most 1", lambda v: 0 < v <= 1),
+            ({"log_epsilon_P"}, "below 0, such as -1.5", lambda v: v < 0),
+            ({"log_epsilon_R"}, "above 0, such as 1.5", lambda v: v > 0),
+        ):
+            if name in names and value is not None and not ok(value):
+                fail(f"--{name.replace('_', '-')} is {value}; it must be {wanted}")
+    if args.clip == "sample" and not (
+        args.M_P > math.exp(args.log_epsilon_P) and args.M_R > math.exp(-args.log_epsilon_R)
+    ):
+        fail("--clip sample: --M-P must be above exp(log_epsilon_P) and --M-R above exp(-log_epsilon_R)")
+    if args.max_length <= args.max_prompt_length:
+        fail(
+            f"--max-length {args.max_length} must be above --max-prompt-length {args.max_prompt_length}: raise the first"
+        )
+    if args.batch_size % (world * (args.micro_batch_size or 1)):
+        micro = [m for m in range(1, args.batch_size // world + 1) if args.batch_size % (world * m) == 0]
+        fail(
+            f"--batch-size {args.batch_size} is not a multiple of {world} ranks x --micro-batch-size "
+            f"{args.micro_batch_size or 1}; with it, these --micro-batch-size work: {micro or 'none'}; with this "
+            f"--micro-batch-size, a multiple of {world * (args.micro_batch_size or 1)} as --batch-size does"
+        )
+    if args.chat_template and not Path(args.chat_template).is_file():
+        fail(f"--chat-template {args.chat_template}: no such file")
+    for flag, name in (("--model", args.model), ("--reward-model", args.reward_model)):
+        if name and not (Path(name) / "config.json").is_file():
+            if Path(name).exists() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
+                fail(f"{flag} {name}: neither a model folder (with a config.json) nor a Hub name (owner/name)")
+    folder = Path(args.output_dir)
+    if args.resume and not (args.output_dir and (folder / "args.json").is_file()):
+        fail(
+            f"--resume: --output-dir {args.output_dir!r} holds no run to resume (no args.json); correct one of the two"
+        )
+    if args.resume:
+        old, free = json.loads((folder / "args.json").read_text()), "resume output_dir track checkpoint_every".split()
+        new = {name: value for name, value in asdict(args).items() if name not in free}
+        differ = [f"--{n.replace('_', '-')} was {old.get(n)}, is {v}" for n, v in new.items() if old.get(n) != v]
+        if differ:
+            fail(f"--resume: {folder} was started with other settings ({'; '.join(differ)}); repeat its own")
+    elif args.output_dir and any((folder / name).exists() for name in ("args.json", "metrics.jsonl", "final")):
+        fail(f"--output-dir {folder} already holds a run; continue it with --resume, or name another folder")
+
+
+# === Data ============================================================================================================
+
+
+class Pair(NamedTuple):
+    row: int  # of the data set, counted from 1: the line of a json lines file
+    prompt: str | list  # text, or messages if there is a chat template
+    prompt_ids: list[int]
+    chosen_ids: list[int]  # ends with the end-of-turn token, unless it was cut at --max-length
+    rejected_ids: list[int]
+
+
+# --- shared: load_rows
+def load_rows(flag: str, name: str, split: str) -> list[dict]:
+    """Rows of a json, jsonl or parquet file (or .gz), or of a Hub data set."""
+    path = Path(name)
+    kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(Path(name.removesuffix(".gz")).suffix)
+    if path.is_dir() or (path.exists() and kind is None):
+        fail(f"{flag} {name} is not a .json, .jsonl or .parquet file (or one of these with .gz)")
+    if not path.exists() and (kind or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name)):
+        fail(f"{flag} {name}: no such file, and not a Hub name (owner/name)")
+    if path.exists() and path.stat().st_size == 0:
+        fail(f"{flag} {name} is empty")
+    try:
+        source = {"path": kind, "data_files": name, "split": "train"} if kind else {"path": name, "split": split}
+        rows = list(datasets.load_dataset(**source))
+    except Exception as error:
+        for number, line in enumerate(gzip.open(path) if name.endswith(".gz") else path.open("rb"), 1) if kind else ():
+            try:
+                assert not line.strip() or isinstance(json.loads(line), dict), "not an object"
+            except (ValueError, AssertionError) as wrong:
+                fail(f"{flag} {name}, line {number} is not JSON: {wrong}")
+        fail(f"{flag} {name} cannot be loaded: {' '.join(str(error.__cause__ or error).split())[:500]}")
+    return rows or fail(f"{flag} {name} has no rows")
+
+
+# --- end shared: load_rows
+
+
+def read_pairs(rows: list[dict]) -> list[tuple]:
+    """(row number, prompt, chosen, rejected) from the three preference formats of docs/dpo.md."""
+    columns, pairs = rows[0].keys(), []
+    if {"prompt", "completion", "label"} <= columns:  # unpaired: the n-th good with the n-th bad one of a prompt
+        groups = defaultdict(lambda: ([], []))
+        for number, row in enumerate(rows, 1):
+            groups[json.dumps(row["prompt"])][not row["label"]].append((number, row["prompt"], row["completion"]))
+        return [(*good, bad[2]) for goods, bads in groups.values() for good, bad in zip(goods, bads)]
+    for number, row in enumerate(rows, 1):
+        if missing := [name for name in ("chosen", "rejected") if row.get(name) is None]:
+            raise ValueError(f"row {number} has no {missing[0]!r}; the columns are {', '.join(columns)}")
+        prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+        if isinstance(chosen, list) and isinstance(rejected, list):
+            turns = min(len(chosen), len(rejected)) - 1
+            shared = next((i for i in range(turns) if chosen[i] != rejected[i]), turns)
+            if shared > 0:  # the shared messages are the prompt, and a `prompt` column only repeats them
+                prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        if prompt is None:
+            raise ValueError(f"row {number} has no 'prompt'; the columns are {', '.join(columns)}")
+        pairs.append((number, prompt, chosen, rejected))
+    return pairs
+
+
+def load_pairs(flag: str, name: str, split: str, tokenizer, eos_ids: set[int], args: Args) -> tuple[list[Pair], str]:
+    """Tokenized pairs and a line about them. Pairs that cannot train are dropped and counted; none left is an error."""
+    pairs, dropped, number = [], Counter(), None
+    try:
+        for number, prompt, *completions in read_pairs(load_rows(flag, name, split)):
+            texts = [to_text(tokenizer, prompt, completion) for completion in completions]
+            prompt_ids = encode_prompt(tokenizer, texts[0][0])
+            if any(text is None for _, text in texts):
+                dropped["completion is not one assistant message"] += 1
+            elif not all(text.strip() for _, text in texts):
+                dropped["empty completion"] += 1
+            elif len(prompt_ids) > args.max_prompt_length:
+                dropped[f"prompt longer than --max-prompt-length {args.max_prompt_length}"] += 1
+            else:
+                ids = [
+                    encode_completion(tokenizer, *text, eos_ids)[: args.max_length - len(prompt_ids)] for text in texts
+                ]
+                if ids[0] == ids[1]:
+                    dropped["chosen equals rejected"] += 1
+                else:
+                    pairs.append(Pair(number, texts[0][0], prompt_ids, *ids))
+    except (ValueError, jinja2.TemplateError) as error:
+        fail(f"{flag} {name}" + f", line {number}" * (number is not None) + f": {error}")
+    told = f"{sum(dropped.values())} dropped {dict(dropped) or ''}"
+    if not pairs:
+        fail(f"{flag} {name}: no pair is left to train on; {told}")
+    return pairs, f"{flag} {name}: {len(pairs)} pairs, {told}"
+
+
+def pair_sequences(pairs: list[Pair]) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, completion ids): all chosen completions, then all rejected ones."""
+    return [(p.prompt_ids, p.chosen_ids) for p in pairs] + [(p.prompt_ids, p.rejected_ids) for p in pairs]
+
+
+# === Rollout =========================================================================================================
+
+# Data is offline; completions are sampled for evaluation only, by utils.generate.
+
+# === Loss ============================================================================================================
+
+
+def dpo_loss(log_ratio, mask, beta: float):
+    """Equation 6 on (humanline-clipped) token log-ratios.
+
+    Args:
+        log_ratio: (B, T) log π_θ/π_ref in nats, the chosen completions first, then the rejected ones in their order.
+        mask: (B, T), 1 at completion tokens.
+
+    Returns:
+        The loss of every pair (B/2,), and the rewards β·Σ_t log_ratio (B,), detached.
+    """
+    rewards = beta * (log_ratio * mask).sum(-1)  # (B,)
+    chosen, rejected = rewards.chunk(2)
+    return -F.logsigmoid(chosen - rejected), rewards.detach()
+
+
+# --- shared: humanline
+def humanline_sampling(log_ratio, B_P, B_R, M_P: float, M_R: float):
+    """Equation 5: a token with ratio < M_P·B_P or 1/ratio < M_R·B_R keeps its value and loses its gradient.
+
+    Args:
+        log_ratio: (B, T) log π_θ/π_ref in nats.
+        B_P, B_R: (B, T) independent Beta draws.
+
+    Returns:
+        log_ratio with the rejected tokens detached, and the two masks (B, T) of rejected tokens.
+    """
+    low, high = log_ratio.exp() < M_P * B_P, (-log_ratio).exp() < M_R * B_R
+    return torch.where(low | high, log_ratio.detach(), log_ratio), low, high
+
+
+def beta_draws(mask, keys: list[tuple], kappa: float, mean: float):
+    """Draws of Beta(κ·mean, κ·(1 - mean)) as in Theorem 4.3, (B, T). Row i is seeded by keys[i] alone, so a token's
+    draw does not depend on the rank or the microbatch it falls into."""
+    draws = [np.random.default_rng(key).beta(kappa * mean, kappa * (1 - mean), mask.shape[1]) for key in keys]
+    return torch.as_tensor(np.stack(draws), dtype=mask.dtype, device=mask.device)
+
+
+@torch.no_grad()
+def sync_reference(reference, policy) -> None:
+    """π_ref ← π_θ, local shard to local shard: no gather, no communication."""
+    torch._foreach_copy_([p.to_local() for p in reference.parameters()], [p.to_local() for p in policy.parameters()])
+
+
+# --- end shared: humanline
+
+# === main ============================================================================================================
+
+
+# --- shared: setup
+def setup() -> tuple[int, int, torch.device, dist.device_mesh.DeviceMesh]:
+    """Rank, world size, device and mesh, under torchrun or as a single process."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cpu")
+    if "OMP_NUM_THREADS" not in os.environ:  # as torchrun does for several ranks; small models gain nothing from more
+        torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    store = None if "RANK" in os.environ else dist.HashStore()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    return rank, world, device, init_device_mesh(device.type, (world,))
+
+
+def load_tokenizer(args: Args, config):
+    """The policy's tokenizer with the command line's overrides, every id that ends a turn, and the padding id."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    if args.chat_template:
+        tokenizer.chat_template = Path(args.chat_template).read_text()
+    for name, token in (("eos_token", args.eos_token), ("pad_token", args.pad_token)):
+        if token and token not in tokenizer.get_vocab():
+            fail(f"--{name.replace('_', '-')} {token!r} is not in the vocabulary of {args.model}")
+        elif token:
+            setattr(tokenizer, name, token)
+    if tokenizer.eos_token_id is None:
+        fail(f"--model {args.model}: its tokenizer has no end-of-turn token; name one with --eos-token")
+    eos_ids = {tokenizer.eos_token_id}
+    try:
+        generation = transformers.GenerationConfig.from_pretrained(args.model)
+    except OSError:  # the model comes without one
+        generation = config.get_text_config()
+    for ids in (generation.eos_token_id, config.get_text_config().eos_token_id):
+        eos_ids |= {ids} if isinstance(ids, int) else set(ids or ())
+    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return tokenizer, eos_ids, pad_id
+
+
+def load_sharded(args: Args, config, mesh, dtype: torch.dtype, compute_dtype: torch.dtype):
+    """The causal LM with parameters in `dtype`, sharded with FSDP2: each decoder block, then what is left, the root."""
+    load = {"config": config, "dtype": dtype, "trust_remote_code": args.trust_remote_code}
+    model = AutoModelForCausalLM.from_pretrained(args.model, **load)
+    mixed_precision = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=torch.promote_types(compute_dtype, torch.float32)
+    )
+    # The root is resharded too: left gathered by a no-grad forward, it would not see the sync that follows.
+    shard = {"mesh": mesh, "mp_policy": mixed_precision, "reshard_after_forward": True}
+    for module in [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]:
+        fully_shard(module, **shard)
+    return fully_shard(model, **shard)
+
+
+# --- end shared: setup
+
+
+# --- shared: files
+def write(path: Path, text: str) -> None:
+    """Replaces a file as a whole: whoever reads it, or resumes after a crash, sees the old text or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def training_state(policy, reference, optimizer) -> dict:
+    weights, moments = dcp_state.get_state_dict(policy, optimizer)
+    return {"policy": weights, "optimizer": moments, "reference": dcp_state.get_model_state_dict(reference)}
+
+
+def save_checkpoint(folder: Path, policy, reference, optimizer, state: dict) -> None:
+    """Writes policy, reference, Adam moments and `state` under a temporary name, which no resume looks at, and renames
+    the folder once it is whole."""
+    temporary = folder.with_name(folder.name + ".tmp")
+    if dist.get_rank() == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+    dist.barrier()
+    dcp.save(training_state(policy, reference, optimizer), checkpoint_id=temporary)
+    if dist.get_rank() == 0:
+        write(temporary / "state.json", json.dumps(state))
+        temporary.rename(folder)
+    dist.barrier()
+
+
+def load_checkpoint(folder: Path, policy, reference, optimizer) -> dict:
+    """Restores what save_checkpoint wrote, on any number of ranks, and returns its `state`."""
+    tensors = training_state(policy, reference, optimizer)
+    dcp.load(tensors, checkpoint_id=folder)
+    moments = tensors["optimizer"]
+    dcp_state.set_state_dict(policy, optimizer, model_state_dict=tensors["policy"], optim_state_dict=moments)
+    dcp_state.set_model_state_dict(reference, tensors["reference"])
+    return json.loads((folder / "state.json").read_text())
+
+
+# --- end shared: files
+
+
+def main(args: Args) -> None:
+    # --- setup
+    if args.dataset != Args.dataset and args.eval_dataset == Args.eval_dataset:
+        args.eval_dataset = ""
+    if args.model != Args.model and args.reward_model == Args.reward_model:
+        args.reward_model = ""
+    if not args.humanline:
+        args.clip = args.sync = "none"
+    validate(args, int(os.environ.get("WORLD_SIZE", 1)))
+    rank, world, device, mesh = setup()
+    say = print if rank == 0 else lambda *_: None
+    name = [args.output_dir or f"runs/{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"]
+    dist.broadcast_object_list(name)
+    output_dir = Path(name[0])
+    auto = "bfloat16" if device.type == "cuda" else "float64"
+    compute_dtype = getattr(torch, auto if args.dtype == "auto" else args.dtype)
+    reference_dtype = torch.bfloat16 if compute_dtype == torch.bfloat16 else torch.float32
+    if compute_dtype == torch.bfloat16:  # the head's fp32 product: its bf16 factors are exact in TF32
+        torch.set_float32_matmul_precision("high")
+
+    # --- data
+    try:
+        config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    except Exception as error:
+        fail(f"--model {args.model} cannot be loaded: {str(error).splitlines()[0]}")
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, 0.0)
+    tokenizer, eos_ids, pad_id = load_tokenizer(args, config)
+    pairs, told = load_pairs("--dataset", args.dataset, args.dataset_split, tokenizer, eos_ids, args)
+    say(told)
+    eval_pairs = []
+    if args.eval_dataset:
+        eval_pairs, told = load_pairs("--eval-dataset", args.eval_dataset, args.eval_split, tokenizer, eos_ids, args)
+        say(told)
+    if len(pairs) < args.batch_size:
+        fail(f"--dataset {args.dataset}: {len(pairs)} pairs are less than one --batch-size {args.batch_size}; lower it")
+    prompts = eval_pairs[: args.eval_samples]
+
+    # --- models
+    policy = load_sharded(args, config, mesh, torch.float32, compute_dtype).train()
+    reference = load_sharded(args, config, mesh, reference_dtype, compute_dtype).eval().requires_grad_(False)
+    if args.gradient_checkpointing:
+        policy.gradient_checkpointing_enable({"use_reentrant": False})
+    if prompts:
+        load = {"dtype": reference_dtype, "trust_remote_code": args.trust_remote_code}
+        sampler = AutoModelForCausalLM.from_pretrained(args.model, **load).to(device).eval()
+    if prompts and args.reward_model:
+        try:
+            judge = load_reward_model(args.reward_model, reference_dtype, device, args.trust_remote_code)
+        except (OSError, ValueError) as error:
+            fail(f"--reward-model {args.reward_model} cannot be used: {error}")
+
+    # --- data quality (Figure 6)
+    lengths = torch.tensor([len(completion) for _, completion in pair_sequences(pairs)])
+    quality = sequence_logps(reference, pair_sequences(pairs), pad_id, device) / lengths  # chosen, then rejected
+    quartiles = torch.stack(quality.chunk(2)).quantile(
+        torch.tensor([0, 0.25, 0.5, 0.75, 1], dtype=quality.dtype), dim=1
+    )
+    for side, values in zip(("chosen", "rejected"), quartiles.T.tolist()):
+        say(f"average token log-prob of {side}, min q1 median q3 max:" + "".join(f" {value:.2f}" for value in values))
+    say(
+        "  (under the initial policy, nats; the paper's lowest quartile, -1.03 to -0.36, trained clearly worse: Figure 6)"
+    )
+    if args.min_avg_logp is not None:
+        kept = [pair for pair, average in zip(pairs, quality.tolist()) if average >= args.min_avg_logp]
+        say(f"--min-avg-logp {args.min_avg_logp}: {len(pairs) - len(kept)} of {len(pairs)} pairs dropped")
+        if len(kept) < args.batch_size:
+            fail(f"--min-avg-logp {args.min_avg_logp} leaves {len(kept)} pairs, less than one batch; lower it")
+        pairs = kept
+
+    # --- optimizer
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay)
+    warmup = max(1, round(args.warmup_fraction * args.num_steps))
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / warmup, total_iters=warmup - 1)
+
+    # --- evaluation
+    initial_logps = sequence_logps(policy, pair_sequences(eval_pairs), pad_id, device) if eval_pairs else None
+
+    def evaluate() -> tuple[dict, list[str]]:
+        """Means and standard errors, and completions. The rewards are β·log π_θ/π_init: the reference moves."""
+        if not eval_pairs:
+            return {}, []
+        rewards = args.beta * (sequence_logps(policy, pair_sequences(eval_pairs), pad_id, device) - initial_logps)
+        margins = torch.subtract(*rewards.chunk(2))
+        accuracies = (margins > 0) + 0.5 * (margins == 0)
+        values = {"eval/loss": -F.logsigmoid(margins), "eval/accuracy": accuracies, "eval/margin": margins}
+        texts = []
+        if prompts:
+            load_weights(sampler, policy)
+            limits = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
+            ids = [pair.prompt_ids for pair in prompts]
+            ids = generate(sampler, ids, seed=args.seed, eos_ids=eos_ids, pad_id=pad_id, **limits)
+            texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+            finished = [completion[-1] in eos_ids for completion in ids]
+            values |= {"eval/length": [len(completion) for completion in ids], "eval/finished": finished}
+            if args.reward_model:
+                samples = list(zip([pair.prompt for pair in prompts], texts, finished))
+                values["eval/reward"] = reward_scores(*judge, samples)
+        return {key: mean_and_se(value) for key, value in values.items()}, texts
+
+    before, texts_before = evaluate()
+
+    # --- output folder, resume
+    step, last_sync = 0, 0
+    checkpoints = [path for path in (output_dir / "checkpoints").glob("step-*") if path.suffix != ".tmp"]
+    if args.resume and checkpoints:
+        newest = max(checkpoints, key=lambda path: int(path.name.removeprefix("step-")))
+        state = load_checkpoint(newest, policy, reference, optimizer)
+        step, last_sync = state["step"], state["last_sync"]
+        scheduler.load_state_dict(state["scheduler"])
+    if rank == 0:
+        (output_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        write(output_dir / "args.json", json.dumps(asdict(args), indent=2))
+        if (output_dir / "metrics.jsonl").exists():  # what came after the checkpoint is done again
+            lines = (output_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+            write(output_dir / "metrics.jsonl", "".join(lines[:step]))
+        if args.track:
+            import wandb
+
+            wandb.init(name=output_dir.name, config=asdict(args), sync_tensorboard=True)
+        writer = SummaryWriter(output_dir, purge_step=step)
+        writer.add_text("args", json.dumps(asdict(args), indent=2))
+        writer.add_text("average token log-prob quartiles (chosen, rejected)", str(quartiles.T.tolist()))
+        metrics_file = (output_dir / "metrics.jsonl").open("a")
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    # --- training
+    per_rank = args.batch_size // world
+    micro_batch_size = args.micro_batch_size or per_rank
+    bar = tqdm(total=args.num_steps, initial=step, disable=rank != 0, desc="dpo_humanline", mininterval=1)
+    while step < args.num_steps:
+        started = clock()
+        epoch, position = divmod(step, len(pairs) // args.batch_size)
+        order = np.random.default_rng((args.seed, epoch)).permutation(len(pairs))
+        batch = [pairs[i] for i in order[position * args.batch_size : (position + 1) * args.batch_size]]
+        if args.group_by_length:
+            batch.sort(key=lambda pair: len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids)))
+        mine, losses, sums = batch[rank::world], [], defaultdict(float)
+        for start in range(0, per_rank, micro_batch_size):
+            part = mine[start : start + micro_batch_size]
+            # On CUDA every microbatch is reduced at once: whole gradients in fp32 would not fit beside a large model.
+            policy.set_requires_gradient_sync(device.type == "cuda" or start + micro_batch_size == per_rank)
+            input_ids, mask = pad_batch(pair_sequences(part), pad_id, device, args.pad_to_multiple_of)  # (B, T)
+            with torch.no_grad():
+                ref_logps = token_logps(reference, input_ids, mask)  # (B, T)
+            logps = token_logps(policy, input_ids, mask)  # (B, T)
+            log_ratio = logps - ref_logps
+            low = high = torch.zeros_like(mask)
+            clipped = log_ratio
+            if args.clip == "clip":
+                low, high = log_ratio < args.log_epsilon_P, log_ratio > args.log_epsilon_R
+                clipped = log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)  # humanline clipping (§5.1, Figure 4)
+            elif args.clip == "sample":
+                keys = [(args.seed, step, pair.row, side) for side in (0, 1) for pair in part]
+                B_P = beta_draws(mask, [(*key, 0) for key in keys], args.kappa, math.exp(args.log_epsilon_P) / args.M_P)
+                B_R = beta_draws(
+                    mask, [(*key, 1) for key in keys], args.kappa, math.exp(-args.log_epsilon_R) / args.M_R
+                )
+                clipped, low, high = humanline_sampling(log_ratio, B_P, B_R, args.M_P, args.M_R)
+            loss, rewards = dpo_loss(clipped, mask, args.beta)  # (B/2,), (B,)
+            (loss.sum() * world / args.batch_size).backward()  # x world: FSDP averages gradients over the ranks
+
+            losses.append(loss.detach())
+            chosen, rejected = rewards.chunk(2)
+            logps_chosen, logps_rejected = (logps * mask).sum(-1).chunk(2)
+            for key, value in {
+                "loss": loss,
+                "rewards/chosen": chosen,
+                "rewards/rejected": rejected,
+                "rewards/margins": chosen - rejected,
+                "rewards/accuracies": (chosen > rejected) + 0.5 * (chosen == rejected),
+                "logps/chosen": logps_chosen,
+                "logps/rejected": logps_rejected,
+                "humanline/clipped_low": low * mask,
+                "humanline/clipped_high": high * mask,
+                "humanline/log_ratio_abs_mean": log_ratio.abs() * mask,
+                "completion_tokens": mask,
+                "tokens": torch.tensor([len(prompt) + len(completion) for prompt, completion in pair_sequences(part)]),
+                "padded_tokens": torch.tensor(mask.numel()),
+            }.items():
+                sums[key] += value.detach().double().sum().to(device)
+        totals = torch.stack(list(sums.values()))
+        dist.all_reduce(totals)
+        sums = dict(zip(sums, totals.tolist()))
+        # The global norm, in float64 so that it does not depend on how the gradients are sharded.
+        squares = torch.stack([p.grad.to_local().double().square().sum() for p in policy.parameters()]).sum()
+        dist.all_reduce(squares)
+        torch.nn.utils.clip_grads_with_norm_(policy.parameters(), args.max_grad_norm, squares.sqrt().float())
+        grad_norm = squares.sqrt().item()
+        if not math.isfinite(sums["loss"]) or not math.isfinite(grad_norm):
+            bad = [pair.row for pair, value in zip(mine, torch.cat(losses).tolist()) if not math.isfinite(value)]
+            rows = [None] * world
+            dist.all_gather_object(rows, bad if not math.isfinite(sums["loss"]) else [pair.row for pair in mine])
+            fail(
+                f"step {step}: the loss is {sums['loss'] / args.batch_size} and the gradient norm {grad_norm}; rows of "
+                f"--dataset: {sorted(sum(rows, []))}. The update was not made, and the last checkpoint in {output_dir} "
+                "stays. Look at these rows, or lower --lr or --max-grad-norm"
+            )
+
+        reference_age, before_sync = step - last_sync, clock()
+        if args.sync == "before_step" and step % args.k == 0:
+            sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3): before the update
+            last_sync = step
+        sync_time, lr = clock() - before_sync, scheduler.get_last_lr()[0]
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        step += 1
+        if args.sync == "after_step" and step % args.k == 0:
+            sync_reference(reference, policy)  # trust-region syncing (Figure 10): after the update
+            last_sync = step
+
+        # --- log, checkpoint
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else memory
+        worst = torch.tensor([clock() - started, sync_time, memory / 2**30], dtype=torch.float64, device=device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        step_time, sync_time, memory = worst.tolist()
+        tokens, completion_tokens, padded = sums.pop("tokens"), sums.pop("completion_tokens"), sums.pop("padded_tokens")
+        metrics = {"step": step - 1}
+        for key, value in sums.items():
+            metrics[key] = value / (completion_tokens if key.startswith("humanline") else args.batch_size)
+        metrics |= {"humanline/steps_since_sync": reference_age, "grad_norm": grad_norm, "lr": lr}
+        metrics |= {"perf/step_time": step_time, "perf/sync_time": sync_time, "perf/peak_memory": memory}
+        metrics |= {"perf/tokens_per_second": tokens / step_time, "perf/padding_share": 1 - tokens / padded}
+        if rank == 0:
+            metrics_file.write(json.dumps(metrics) + "\n")
+            metrics_file.flush()
+            for key, value in metrics.items():
+                writer.add_scalar(key, value, step - 1)
+        bar.set_postfix(loss=f"{metrics['loss']:.3f}", accuracy=f"{metrics['rewards/accuracies']:.2f}", refresh=False)
+        bar.update()
+        if args.checkpoint_every and step % args.checkpoint_every == 0:
+            state = {"step": step, "last_sync": last_sync, "scheduler": scheduler.state_dict()}
+            save_checkpoint(output_dir / "checkpoints" / f"step-{step}", policy, reference, optimizer, state)
+    bar.close()
+
+    # --- evaluation, export
+    after, texts_after = evaluate()
+    policy.to(config.dtype or torch.float32)
+    full = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp_state.get_model_state_dict(policy, options=full)
+    if rank == 0:
+        policy.generation_config.eos_token_id = sorted(eos_ids)
+        policy.save_pretrained(output_dir / "final.tmp", state_dict=weights)
+        tokenizer.save_pretrained(output_dir / "final.tmp")
+        shutil.rmtree(output_dir / "final", ignore_errors=True)
+        (output_dir / "final.tmp").rename(output_dir / "final")
+        write(output_dir / "summary.json", json.dumps({"before": before, "after": after}, indent=2))
+        print(f"\n{'mean ± standard error':24}{'before':>19}{'after':>19}")
+        for key in after:
+            print(f"{key:24}" + "".join(f"{mean:10.3f} ± {error:6.3f}" for mean, error in (before[key], after[key])))
+            writer.add_scalar(key, after[key][0], step)
+        for pair, old, new in list(zip(prompts, texts_before, texts_after))[:4]:
+            prompt = pair.prompt if isinstance(pair.prompt, str) else pair.prompt[-1]["content"]
+            print(f"\nprompt: {prompt}\nbefore: {old}\nafter:  {new}")
+        print(f"\nwrote {output_dir}")
+        writer.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
