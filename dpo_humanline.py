@@ -23,6 +23,8 @@ import sys
 import time
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -45,15 +47,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from utils import (
     encode_completion,
     encode_prompt,
+    engine_difference,
     generate,
     load_reward_model,
-    load_weights,
     mean_and_se,
     pad_batch,
     reward_scores,
     sequence_logps,
+    sleep_engine,
+    start_engine,
     to_text,
     token_logps,
+    update_engine,
+    win_rate,
 )
 
 TOY = Path(__file__).resolve().parent / "toy" / "bouquets"
@@ -85,9 +91,9 @@ class Args:
     eval_split: str = "test"
     """split of a Hub --eval-dataset"""
     max_prompt_length: int = 625
-    """tokens; pairs with a longer prompt are dropped (paper: 625)"""
+    """tokens; pairs with a longer prompt are dropped (the authors' runs: 625)"""
     max_length: int = 1250
-    """tokens of prompt and completion; a completion cut here gets no end-of-turn token (paper: 1250)"""
+    """tokens of prompt and completion; a completion cut here gets no end-of-turn token (the authors' runs: 1250)"""
     min_avg_logp: float | None = None
     """nats per token; drop pairs whose chosen completion is less likely under the initial policy (Figure 6)"""
     group_by_length: bool = True
@@ -154,6 +160,20 @@ class Args:
     """DPO's β (Table 3: 0.1)"""
 
     # rollout
+    online: bool = False
+    """train on rounds of completions sampled from the policy (Algorithm 1); --dataset then gives the prompts only"""
+    round_prompts: int = 1024
+    """prompts per round (Table 1: 1024)"""
+    samples_per_prompt: int = 8
+    """completions per prompt, of which the best and the worst make a pair (Table 1: 8)"""
+    reward_threshold: float = 0.01
+    """τ; a pair needs at least this difference of rewards (Table 1: 0.01)"""
+    engine: Literal["auto", "vllm", "hf"] = "auto"
+    """what samples: vLLM, transformers, or vLLM where it is installed"""
+    generation_batch_size: int = 256
+    """sequences per batch of transformers' generate, on one rank; lower it for large models"""
+    vllm_memory: float = 0.3
+    """share of each GPU's memory for vLLM"""
     temperature: float = 0.7
     """sampling temperature (Table 1: 0.7)"""
     top_p: float = 0.95
@@ -162,10 +182,14 @@ class Args:
     """tokens per sampled completion (Table 1: 2048)"""
 
     # evaluation
+    eval_every: int = 0
+    """optimizer steps between evaluations; 0: only before and after training"""
     eval_samples: int = 256
-    """held-out prompts sampled before and after training; 0: none"""
+    """held-out prompts sampled for each evaluation; 0: none"""
+    eval_outputs: str | None = None
+    """file that receives the final completions in the format of the alpaca_eval command"""
     reward_model: str = str(TOY / "reward_model")
-    """sequence classifier with one output that scores these samples; empty, or only --model changed: none"""
+    """sequence classifier with one output that scores samples; empty, or only --model changed: none"""
 
 
 # --- shared: fail
@@ -182,30 +206,39 @@ def fail(message: str):
 
 def validate(args: Args, world: int) -> None:
     """Stops with a message that names the flag, its value and the fix, before anything is loaded."""
-    positive = {"lr", "beta", "max_grad_norm", "adam_eps", "temperature", "kappa", "M_P", "M_R"}
+    positive = {"lr", "beta", "max_grad_norm", "adam_eps", "kappa", "M_P", "M_R"}
     at_least_1 = {"k", "num_steps", "batch_size", "micro_batch_size", "max_new_tokens", "pad_to_multiple_of"}
-    at_least_1 |= {"max_prompt_length", "max_length"}
-    at_least_0 = {"seed", "checkpoint_every", "eval_samples", "weight_decay"}
+    at_least_1 |= {"max_prompt_length", "max_length", "round_prompts", "generation_batch_size"}
+    at_least_0 = {"seed", "checkpoint_every", "eval_every", "eval_samples", "weight_decay", "temperature"}
+    at_least_0 |= {"reward_threshold"}
     for name, value in asdict(args).items():
         for names, wanted, ok in (
             (positive, "a finite number above 0", lambda v: v > 0 and math.isfinite(v)),
             (at_least_1, "at least 1", lambda v: v >= 1),
             (at_least_0, "at least 0 and finite", lambda v: v >= 0 and math.isfinite(v)),
             ({"warmup_fraction"}, "a share of the steps, from 0 to 1", lambda v: 0 <= v <= 1),
-            ({"top_p"}, "a probability mass, above 0 and at most 1", lambda v: 0 < v <= 1),
+            ({"top_p", "vllm_memory"}, "above 0 and at most 1", lambda v: 0 < v <= 1),
+            ({"samples_per_prompt"}, "at least 2: the best and the worst make a pair", lambda v: v >= 2),
             ({"log_epsilon_P"}, "below 0, such as -1.5", lambda v: v < 0),
             ({"log_epsilon_R"}, "above 0, such as 1.5", lambda v: v > 0),
         ):
             if name in names and value is not None and not ok(value):
                 fail(f"--{name.replace('_', '-')} is {value}; it must be {wanted}")
     if args.clip == "sample" and not (
-        args.M_P > math.exp(args.log_epsilon_P) and args.M_R > math.exp(-args.log_epsilon_R)
+        args.M_P > math.exp(args.log_epsilon_P) > 0 and args.M_R > math.exp(-args.log_epsilon_R) > 0
     ):
-        fail("--clip sample: --M-P must be above exp(log_epsilon_P) and --M-R above exp(-log_epsilon_R)")
+        fail("--clip sample: finite bounds, --M-P above exp(log_epsilon_P), --M-R above exp(-log_epsilon_R) needed")
+    if args.online and not args.temperature:
+        fail(f"--temperature 0 makes the --samples-per-prompt {args.samples_per_prompt} all the same; raise it")
+    if args.online and args.min_avg_logp is not None:
+        fail("--min-avg-logp filters a data set; with --online there is none to filter")
+    if args.online and not args.reward_model:
+        fail("--online needs a --reward-model to score the samples")
+    for flag, package, wanted in (("--engine vllm", "vllm", args.engine == "vllm"), ("--track", "wandb", args.track)):
+        if wanted and not find_spec(package):
+            fail(f"{flag} needs {package}, which is not installed; see the README, or leave the flag out")
     if args.max_length <= args.max_prompt_length:
-        fail(
-            f"--max-length {args.max_length} must be above --max-prompt-length {args.max_prompt_length}: raise the first"
-        )
+        fail(f"--max-length {args.max_length} must be above --max-prompt-length {args.max_prompt_length}; raise it")
     if args.batch_size % (world * (args.micro_batch_size or 1)):
         micro = [m for m in range(1, args.batch_size // world + 1) if args.batch_size % (world * m) == 0]
         fail(
@@ -220,12 +253,19 @@ def validate(args: Args, world: int) -> None:
             if Path(name).exists() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
                 fail(f"{flag} {name}: neither a model folder (with a config.json) nor a Hub name (owner/name)")
     folder = Path(args.output_dir)
+    if taken := next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None):
+        fail(f"--output-dir {folder}: {taken} is a file; name a folder")
     if args.resume and not (args.output_dir and (folder / "args.json").is_file()):
         fail(
             f"--resume: --output-dir {args.output_dir!r} holds no run to resume (no args.json); correct one of the two"
         )
     if args.resume:
-        old, free = json.loads((folder / "args.json").read_text()), "resume output_dir track checkpoint_every".split()
+        try:
+            old = json.loads((folder / "args.json").read_text())
+        except ValueError as error:
+            fail(f"--resume: {folder}/args.json cannot be read: {error}")
+        free = "resume output_dir track checkpoint_every micro_batch_size pad_to_multiple_of group_by_length".split()
+        free += "gradient_checkpointing vllm_memory eval_outputs".split()  # none of these changes the numbers
         new = {name: value for name, value in asdict(args).items() if name not in free}
         differ = [f"--{n.replace('_', '-')} was {old.get(n)}, is {v}" for n, v in new.items() if old.get(n) != v]
         if differ:
@@ -260,11 +300,19 @@ def load_rows(flag: str, name: str, split: str) -> list[dict]:
         source = {"path": kind, "data_files": name, "split": "train"} if kind else {"path": name, "split": split}
         rows = list(datasets.load_dataset(**source))
     except Exception as error:
-        for number, line in enumerate(gzip.open(path) if name.endswith(".gz") else path.open("rb"), 1) if kind else ():
+        try:  # the library's message names no line
+            text = (gzip.open if name.endswith(".gz") else open)(path, "rt").read() if kind == "json" else "?"
+        except (OSError, EOFError, ValueError) as wrong:
+            fail(f"{flag} {name} cannot be read: {wrong}")
+        if text.strip() in ("", "[]"):
+            fail(f"{flag} {name} has no rows")
+        array = ".jsonl" not in name and text.lstrip().startswith("[")
+        for number, line in enumerate([text] if array else text.split("\n"), 1) if kind == "json" else ():
             try:
-                assert not line.strip() or isinstance(json.loads(line), dict), "not an object"
-            except (ValueError, AssertionError) as wrong:
-                fail(f"{flag} {name}, line {number} is not JSON: {wrong}")
+                if line.strip() and not isinstance(json.loads(line), list if array else dict):
+                    fail(f"{flag} {name}, line {number} is not JSON: not an object")
+            except json.JSONDecodeError as wrong:
+                fail(f"{flag} {name}, line {number + wrong.lineno - 1} is not JSON: {wrong.msg}, column {wrong.colno}")
         fail(f"{flag} {name} cannot be loaded: {' '.join(str(error.__cause__ or error).split())[:500]}")
     return rows or fail(f"{flag} {name} has no rows")
 
@@ -272,56 +320,71 @@ def load_rows(flag: str, name: str, split: str) -> list[dict]:
 # --- end shared: load_rows
 
 
-def read_pairs(rows: list[dict]) -> list[tuple]:
-    """(row number, prompt, chosen, rejected) from the three preference formats of docs/dpo.md."""
+def read_pairs(rows: list[dict], prompts_only: bool) -> list[tuple]:
+    """(row number, prompt, chosen, rejected) from the three preference formats of docs/dpo.md, or (row number, prompt)
+    from rows without completions if `prompts_only`."""
     columns, pairs = rows[0].keys(), []
-    if {"prompt", "completion", "label"} <= columns:  # unpaired: the n-th good with the n-th bad one of a prompt
+    if {"prompt", "completion", "label"} <= columns and not prompts_only:  # unpaired
         groups = defaultdict(lambda: ([], []))
         for number, row in enumerate(rows, 1):
+            if row["label"] not in (True, False):
+                raise ValueError(f"row {number}: label must be true or false, not {row['label']!r}")
             groups[json.dumps(row["prompt"])][not row["label"]].append((number, row["prompt"], row["completion"]))
-        return [(*good, bad[2]) for goods, bads in groups.values() for good, bad in zip(goods, bads)]
+        both = [pair for goods, bads in groups.values() for pair in zip_longest(goods, bads)]  # n-th good, n-th bad
+        return [(*good, bad[2]) if good and bad else (*(good or bad)[:2], None, None) for good, bad in both]
     for number, row in enumerate(rows, 1):
-        if missing := [name for name in ("chosen", "rejected") if row.get(name) is None]:
-            raise ValueError(f"row {number} has no {missing[0]!r}; the columns are {', '.join(columns)}")
-        prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+        prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
         if isinstance(chosen, list) and isinstance(rejected, list):
             turns = min(len(chosen), len(rejected)) - 1
             shared = next((i for i in range(turns) if chosen[i] != rejected[i]), turns)
             if shared > 0:  # the shared messages are the prompt, and a `prompt` column only repeats them
-                prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-        if prompt is None:
-            raise ValueError(f"row {number} has no 'prompt'; the columns are {', '.join(columns)}")
-        pairs.append((number, prompt, chosen, rejected))
+                before = prompt if isinstance(prompt, list) and prompt != chosen[: len(prompt)] else []
+                prompt, chosen, rejected = before + chosen[:shared], chosen[shared:], rejected[shared:]
+        needed = {"prompt": prompt} if prompts_only else {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        if missing := [name for name, value in needed.items() if value is None]:
+            raise ValueError(f"row {number} has no {missing[0]!r}; the columns are {', '.join(columns)}")
+        pairs.append((number, *needed.values()))
     return pairs
 
 
-def load_pairs(flag: str, name: str, split: str, tokenizer, eos_ids: set[int], args: Args) -> tuple[list[Pair], str]:
-    """Tokenized pairs and a line about them. Pairs that cannot train are dropped and counted; none left is an error."""
-    pairs, dropped, number = [], Counter(), None
+def load_pairs(
+    args: Args, flag: str, name: str, split: str, tokens: tuple, prompts_only=False
+) -> tuple[list[Pair], str]:
+    """Tokenized pairs (prompts alone if `prompts_only`), and a line about them. Rows that cannot train are dropped and
+    counted; none left is an error."""
+    (tokenizer, eos_ids, _), pairs, dropped, number = tokens, [], Counter(), None
+    rows = load_rows(flag, name, split)
     try:
-        for number, prompt, *completions in read_pairs(load_rows(flag, name, split)):
-            texts = [to_text(tokenizer, prompt, completion) for completion in completions]
-            prompt_ids = encode_prompt(tokenizer, texts[0][0])
-            if any(text is None for _, text in texts):
+        for number, prompt, *completions in read_pairs(rows, prompts_only):
+            if completions == [None, None]:
+                dropped["unpaired, without a completion of the other label for its prompt"] += 1
+                continue
+            prompt, _ = to_text(tokenizer, prompt, "")
+            texts = [] if prompts_only else [to_text(tokenizer, prompt, completion)[1] for completion in completions]
+            prompt_ids = encode_prompt(tokenizer, prompt)
+            if None in texts:
                 dropped["completion is not one assistant message"] += 1
-            elif not all(text.strip() for _, text in texts):
+            elif not all(text.strip() for text in texts):
                 dropped["empty completion"] += 1
+            elif not prompt_ids:
+                dropped["empty prompt"] += 1
             elif len(prompt_ids) > args.max_prompt_length:
                 dropped[f"prompt longer than --max-prompt-length {args.max_prompt_length}"] += 1
             else:
-                ids = [
-                    encode_completion(tokenizer, *text, eos_ids)[: args.max_length - len(prompt_ids)] for text in texts
-                ]
-                if ids[0] == ids[1]:
+                ids = [encode_completion(tokenizer, prompt, text, eos_ids) for text in texts] or [[], []]
+                pair = Pair(number, prompt, prompt_ids, *[part[: args.max_length - len(prompt_ids)] for part in ids])
+                if pair.chosen_ids == pair.rejected_ids and texts:
                     dropped["chosen equals rejected"] += 1
                 else:
-                    pairs.append(Pair(number, texts[0][0], prompt_ids, *ids))
-    except (ValueError, jinja2.TemplateError) as error:
+                    pairs.append(pair)
+    except ValueError as error:
         fail(f"{flag} {name}" + f", line {number}" * (number is not None) + f": {error}")
+    except (jinja2.TemplateError, TypeError) as error:
+        fail(f"{flag} {name}, line {number}: the chat template cannot render it ({error}); pass --chat-template FILE")
     told = f"{sum(dropped.values())} dropped {dict(dropped) or ''}"
     if not pairs:
-        fail(f"{flag} {name}: no pair is left to train on; {told}")
-    return pairs, f"{flag} {name}: {len(pairs)} pairs, {told}"
+        fail(f"{flag} {name}: no {'prompt' if prompts_only else 'pair'} is left to train on; {told}")
+    return pairs, f"{flag} {name}: {len(pairs)} {'prompts' if prompts_only else 'pairs'}, {told}"
 
 
 def pair_sequences(pairs: list[Pair]) -> list[tuple[list[int], list[int]]]:
@@ -331,7 +394,56 @@ def pair_sequences(pairs: list[Pair]) -> list[tuple[list[int], list[int]]]:
 
 # === Rollout =========================================================================================================
 
-# Data is offline; completions are sampled for evaluation only, by utils.generate.
+
+# --- shared: rollout
+def sample(args: Args, engine, policy, prompts: list, count: int, seed: tuple, tokens: tuple, judge):
+    """`count` completions of every prompt from the present policy, for training and evaluation alike.
+
+    Returns:
+        Completion ids, the `count` ones of a prompt in a row; their texts; a dict of their lengths (tokens), whether
+        they finished by themselves, and, with a judge, rewards, float64 tensors (N·count,); and metrics.
+    """
+    started, (tokenizer, eos_ids, pad_id) = time.perf_counter(), tokens
+    update_engine(engine, policy)
+    repeated = [pair for pair in prompts for _ in range(count)]
+    prompt_ids = [pair.prompt_ids for pair in repeated]
+    sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
+    sampling |= {"seed": seed, "eos_ids": eos_ids, "pad_id": pad_id, "batch_size": args.generation_batch_size}
+    ids, logps = generate(engine, prompt_ids, **sampling)
+    sleep_engine(engine)
+    few = list(zip(prompt_ids, ids))[:8]
+    mean, largest = engine_difference(policy, few, logps[:8], pad_id, next(policy.parameters()).device)
+    if not ((mean < 0.1) if args.dtype == "bfloat16" else (largest < 1e-3)):
+        fail(
+            f"--engine {args.engine}: the log-probs of its samples differ from the policy's by {mean:.2g} on average, "
+            f"{largest:.2g} at most (nats): it does not sample from the model that is trained"
+        )
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    finished = [completion[-1] in eos_ids for completion in ids]
+    values = {"length": torch.tensor([len(completion) for completion in ids]).double()}
+    values["finished"] = torch.tensor(finished).double()
+    if judge:
+        values["reward"] = reward_scores(*judge, list(zip([pair.prompt for pair in repeated], texts, finished)))
+    metrics = {f"rollout/{key}_mean": value.mean().item() for key, value in values.items()}
+    metrics |= {"rollout/logp_diff_mean": mean, "rollout/logp_diff_max": largest}
+    return ids, texts, values, metrics | {"perf/rollout_time": time.perf_counter() - started}
+
+
+# --- end shared: rollout
+
+
+def best_against_worst(args: Args, prompts: list[Pair], ids: list[list[int]], rewards) -> list[Pair]:
+    """Algorithm 1: the best and the worst completion of every prompt whose rewards differ by τ or more."""
+    best, worst = rewards.view(len(prompts), -1).max(1), rewards.view(len(prompts), -1).min(1)
+    pairs = []
+    for i, prompt in enumerate(prompts):
+        if best.values[i] - worst.values[i] >= args.reward_threshold:
+            group, room = ids[i * args.samples_per_prompt :], args.max_length - len(prompt.prompt_ids)
+            chosen, rejected = group[best.indices[i]][:room], group[worst.indices[i]][:room]
+            if chosen != rejected:
+                pairs.append(prompt._replace(chosen_ids=chosen, rejected_ids=rejected))
+    return pairs
+
 
 # === Loss ============================================================================================================
 
@@ -399,12 +511,17 @@ def setup() -> tuple[int, int, torch.device, dist.device_mesh.DeviceMesh]:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # what goes wrong is said once, by fail
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # it would call the Hub for local files too
     return rank, world, device, init_device_mesh(device.type, (world,))
 
 
 def load_tokenizer(args: Args, config):
     """The policy's tokenizer with the command line's overrides, every id that ends a turn, and the padding id."""
-    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    except Exception as error:
+        fail(f"--model {args.model}: its tokenizer cannot be loaded: {str(error).splitlines()[0]}")
     if args.chat_template:
         tokenizer.chat_template = Path(args.chat_template).read_text()
     for name, token in (("eos_token", args.eos_token), ("pad_token", args.pad_token)):
@@ -428,7 +545,10 @@ def load_tokenizer(args: Args, config):
 def load_sharded(args: Args, config, mesh, dtype: torch.dtype, compute_dtype: torch.dtype):
     """The causal LM with parameters in `dtype`, sharded with FSDP2: each decoder block, then what is left, the root."""
     load = {"config": config, "dtype": dtype, "trust_remote_code": args.trust_remote_code}
-    model = AutoModelForCausalLM.from_pretrained(args.model, **load)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(args.model, **load)
+    except Exception as error:
+        fail(f"--model {args.model}: its weights cannot be loaded: {str(error).splitlines()[0]}")
     mixed_precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.promote_types(compute_dtype, torch.float32)
     )
@@ -488,16 +608,19 @@ def main(args: Args) -> None:
         args.eval_dataset = ""
     if args.model != Args.model and args.reward_model == Args.reward_model:
         args.reward_model = ""
+    if args.online and args.dataset == Args.dataset:
+        args.dataset = str(TOY / "prompts_train.jsonl.gz")
     if not args.humanline:
         args.clip = args.sync = "none"
+    if args.dtype == "auto":
+        args.dtype = "bfloat16" if torch.cuda.is_available() else "float64"
     validate(args, int(os.environ.get("WORLD_SIZE", 1)))
     rank, world, device, mesh = setup()
     say = print if rank == 0 else lambda *_: None
     name = [args.output_dir or f"runs/{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"]
     dist.broadcast_object_list(name)
     output_dir = Path(name[0])
-    auto = "bfloat16" if device.type == "cuda" else "float64"
-    compute_dtype = getattr(torch, auto if args.dtype == "auto" else args.dtype)
+    compute_dtype = getattr(torch, args.dtype)
     reference_dtype = torch.bfloat16 if compute_dtype == torch.bfloat16 else torch.float32
     if compute_dtype == torch.bfloat16:  # the head's fp32 product: its bf16 factors are exact in TF32
         torch.set_float32_matmul_precision("high")
@@ -507,51 +630,56 @@ def main(args: Args) -> None:
         config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
     except Exception as error:
         fail(f"--model {args.model} cannot be loaded: {str(error).splitlines()[0]}")
-    for key, value in config.to_dict().items():
-        if "drop" in key and isinstance(value, float):
-            setattr(config, key, 0.0)
-    tokenizer, eos_ids, pad_id = load_tokenizer(args, config)
-    pairs, told = load_pairs("--dataset", args.dataset, args.dataset_split, tokenizer, eos_ids, args)
+    final_dtype = config.dtype or torch.float32
+    for part in (config, config.get_text_config()):  # dropout off in policy and reference
+        for key in [key for key, value in part.to_dict().items() if "drop" in key and isinstance(value, float)]:
+            setattr(part, key, 0.0)
+    tokens = tokenizer, eos_ids, pad_id = load_tokenizer(args, config)
+    pairs, told = load_pairs(args, "--dataset", args.dataset, args.dataset_split, tokens, prompts_only=args.online)
     say(told)
     eval_pairs = []
     if args.eval_dataset:
-        eval_pairs, told = load_pairs("--eval-dataset", args.eval_dataset, args.eval_split, tokenizer, eos_ids, args)
+        eval_pairs, told = load_pairs(args, "--eval-dataset", args.eval_dataset, args.eval_split, tokens)
         say(told)
-    if len(pairs) < args.batch_size:
+    if not args.online and len(pairs) < args.batch_size:
         fail(f"--dataset {args.dataset}: {len(pairs)} pairs are less than one --batch-size {args.batch_size}; lower it")
     prompts = eval_pairs[: args.eval_samples]
 
     # --- models
+    judge = engine = None
+    if args.reward_model and (args.online or prompts):
+        try:
+            judge = load_reward_model(args.reward_model, reference_dtype, device, args.trust_remote_code)
+        except Exception as error:
+            fail(f"--reward-model {args.reward_model} cannot be used: {str(error).splitlines()[0]}")
     policy = load_sharded(args, config, mesh, torch.float32, compute_dtype).train()
     reference = load_sharded(args, config, mesh, reference_dtype, compute_dtype).eval().requires_grad_(False)
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
-    if prompts:
-        load = {"dtype": reference_dtype, "trust_remote_code": args.trust_remote_code}
-        sampler = AutoModelForCausalLM.from_pretrained(args.model, **load).to(device).eval()
-    if prompts and args.reward_model:
-        try:
-            judge = load_reward_model(args.reward_model, reference_dtype, device, args.trust_remote_code)
-        except (OSError, ValueError) as error:
-            fail(f"--reward-model {args.reward_model} cannot be used: {error}")
+    if args.online or prompts:
+        longest = max(len(pair.prompt_ids) for pair in prompts + pairs * args.online) + args.max_new_tokens
+        longest = min(longest, getattr(config.get_text_config(), "max_position_embeddings", longest))
+        options = {"max_length": longest, "memory_share": args.vllm_memory, "trust_remote_code": args.trust_remote_code}
+        engine = start_engine(args.engine, args.model, dtype=reference_dtype, device=device, **options)
+        say(f"sampling with {'transformers' if isinstance(engine, torch.nn.Module) else 'vLLM'}")
 
     # --- data quality (Figure 6)
-    lengths = torch.tensor([len(completion) for _, completion in pair_sequences(pairs)])
-    quality = sequence_logps(reference, pair_sequences(pairs), pad_id, device) / lengths  # chosen, then rejected
-    quartiles = torch.stack(quality.chunk(2)).quantile(
-        torch.tensor([0, 0.25, 0.5, 0.75, 1], dtype=quality.dtype), dim=1
-    )
-    for side, values in zip(("chosen", "rejected"), quartiles.T.tolist()):
-        say(f"average token log-prob of {side}, min q1 median q3 max:" + "".join(f" {value:.2f}" for value in values))
-    say(
-        "  (under the initial policy, nats; the paper's lowest quartile, -1.03 to -0.36, trained clearly worse: Figure 6)"
-    )
-    if args.min_avg_logp is not None:
-        kept = [pair for pair, average in zip(pairs, quality.tolist()) if average >= args.min_avg_logp]
-        say(f"--min-avg-logp {args.min_avg_logp}: {len(pairs) - len(kept)} of {len(pairs)} pairs dropped")
-        if len(kept) < args.batch_size:
-            fail(f"--min-avg-logp {args.min_avg_logp} leaves {len(kept)} pairs, less than one batch; lower it")
-        pairs = kept
+    quartiles = torch.zeros(2, 0)
+    if not args.online:
+        lengths = torch.tensor([len(completion) for _, completion in pair_sequences(pairs)])
+        quality = sequence_logps(reference, pair_sequences(pairs), pad_id, device) / lengths  # chosen, then rejected
+        quantiles = torch.tensor([0, 0.25, 0.5, 0.75, 1], dtype=quality.dtype)
+        quartiles = torch.stack(quality.chunk(2)).quantile(quantiles, dim=1).T
+        for side, values in zip(("chosen", "rejected"), quartiles.tolist()):
+            values = " ".join(f"{value:.2f}" for value in values)
+            say(f"average token log-prob of {side} under the initial policy, nats, min q1 median q3 max: {values}")
+        say("  (the paper trained worse on its lowest quartile, -1.03 to -0.36: Figure 6; see --min-avg-logp)")
+        if args.min_avg_logp is not None:
+            kept = [pair for pair, average in zip(pairs, quality.tolist()) if average >= args.min_avg_logp]
+            say(f"--min-avg-logp {args.min_avg_logp}: {len(pairs) - len(kept)} of {len(pairs)} pairs dropped")
+            if len(kept) < args.batch_size:
+                fail(f"--min-avg-logp {args.min_avg_logp} leaves {len(kept)} pairs, less than one batch; lower it")
+            pairs = kept
 
     # --- optimizer
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay)
@@ -559,43 +687,42 @@ def main(args: Args) -> None:
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / warmup, total_iters=warmup - 1)
 
     # --- evaluation
-    initial_logps = sequence_logps(policy, pair_sequences(eval_pairs), pad_id, device) if eval_pairs else None
+    initial = {}  # log-probs and rewards of the initial policy, set by the first evaluation
 
     def evaluate() -> tuple[dict, list[str]]:
-        """Means and standard errors, and completions. The rewards are β·log π_θ/π_init: the reference moves."""
-        if not eval_pairs:
-            return {}, []
-        rewards = args.beta * (sequence_logps(policy, pair_sequences(eval_pairs), pad_id, device) - initial_logps)
-        margins = torch.subtract(*rewards.chunk(2))
-        accuracies = (margins > 0) + 0.5 * (margins == 0)
-        values = {"eval/loss": -F.logsigmoid(margins), "eval/accuracy": accuracies, "eval/margin": margins}
-        texts = []
+        """Means with standard errors, and completions. Margins and wins are against the initial policy."""
+        values, texts = {}, []
+        if eval_pairs:
+            logps = sequence_logps(policy, pair_sequences(eval_pairs), pad_id, device)
+            margins = torch.subtract(*(args.beta * (logps - initial.setdefault("logps", logps))).chunk(2))
+            if bad := [pair.row for pair, margin in zip(eval_pairs, margins.tolist()) if not math.isfinite(margin)]:
+                fail(f"--eval-dataset: not finite at rows {bad[:20]}. Look at --model, or lower --lr")
+            accuracies = win_rate(margins, torch.zeros_like(margins))
+            values = {"eval/loss": -F.logsigmoid(margins), "eval/accuracy": accuracies, "eval/margin": margins}
         if prompts:
-            load_weights(sampler, policy)
-            limits = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
-            ids = [pair.prompt_ids for pair in prompts]
-            ids = generate(sampler, ids, seed=args.seed, eos_ids=eos_ids, pad_id=pad_id, **limits)
-            texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-            finished = [completion[-1] in eos_ids for completion in ids]
-            values |= {"eval/length": [len(completion) for completion in ids], "eval/finished": finished}
-            if args.reward_model:
-                samples = list(zip([pair.prompt for pair in prompts], texts, finished))
-                values["eval/reward"] = reward_scores(*judge, samples)
+            _, texts, sampled, _ = sample(args, engine, policy, prompts, 1, (args.seed, 0), tokens, judge)
+            values |= {f"eval/{key}": value for key, value in sampled.items()}
+            if judge:
+                values["eval/win_rate"] = win_rate(
+                    values["eval/reward"], initial.setdefault("reward", sampled["reward"])
+                )
         return {key: mean_and_se(value) for key, value in values.items()}, texts
 
+    if rank == 0:  # from here on the folder holds a run that --resume continues
+        (output_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        write(output_dir / "args.json", json.dumps(asdict(args), indent=2))
     before, texts_before = evaluate()
 
     # --- output folder, resume
-    step, last_sync = 0, 0
+    step, last_sync, round_number, pool, rollout = 0, 0, 0, [], {}  # pool: pairs of this round, not yet trained on
     checkpoints = [path for path in (output_dir / "checkpoints").glob("step-*") if path.suffix != ".tmp"]
     if args.resume and checkpoints:
         newest = max(checkpoints, key=lambda path: int(path.name.removeprefix("step-")))
         state = load_checkpoint(newest, policy, reference, optimizer)
-        step, last_sync = state["step"], state["last_sync"]
+        step, last_sync, round_number, rollout = (state[key] for key in ("step", "last_sync", "round", "rollout"))
+        pool = [Pair(*pair) for pair in state["pool"]]
         scheduler.load_state_dict(state["scheduler"])
     if rank == 0:
-        (output_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-        write(output_dir / "args.json", json.dumps(asdict(args), indent=2))
         if (output_dir / "metrics.jsonl").exists():  # what came after the checkpoint is done again
             lines = (output_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
             write(output_dir / "metrics.jsonl", "".join(lines[:step]))
@@ -605,7 +732,7 @@ def main(args: Args) -> None:
             wandb.init(name=output_dir.name, config=asdict(args), sync_tensorboard=True)
         writer = SummaryWriter(output_dir, purge_step=step)
         writer.add_text("args", json.dumps(asdict(args), indent=2))
-        writer.add_text("average token log-prob quartiles (chosen, rejected)", str(quartiles.T.tolist()))
+        writer.add_text("average token log-prob quartiles (chosen, rejected)", str(quartiles.tolist()))
         metrics_file = (output_dir / "metrics.jsonl").open("a")
 
     def clock() -> float:
@@ -619,9 +746,36 @@ def main(args: Args) -> None:
     bar = tqdm(total=args.num_steps, initial=step, disable=rank != 0, desc="dpo_humanline", mininterval=1)
     while step < args.num_steps:
         started = clock()
-        epoch, position = divmod(step, len(pairs) // args.batch_size)
-        order = np.random.default_rng((args.seed, epoch)).permutation(len(pairs))
-        batch = [pairs[i] for i in order[position * args.batch_size : (position + 1) * args.batch_size]]
+        while args.online and len(pool) < args.batch_size:
+            order = np.random.default_rng(args.seed).permutation(len(pairs))
+            contexts = [pairs[i] for i in order[round_number * args.round_prompts :][: args.round_prompts]]
+            if not contexts:
+                break
+            round_number += 1
+            group = args.samples_per_prompt
+            ids, _, sampled, rollout = sample(
+                args, engine, policy, contexts, group, (args.seed, round_number), tokens, judge
+            )
+            made = best_against_worst(args, contexts, ids, sampled["reward"])
+            if not made:
+                fail(
+                    f"round {round_number}: no prompt has samples whose rewards differ by --reward-threshold "
+                    f"{args.reward_threshold} (standard deviation of all: {sampled['reward'].std():.2g}). Lower it, "
+                    "raise --temperature, or lower --lr if the policy has collapsed to one output"
+                )
+            rollout |= {"rollout/round": round_number, "rollout/filtered": 1 - len(made) / len(contexts)}
+            pool += made
+            sync_reference(reference, policy)  # Algorithm 1: the policy at the start of the round
+            last_sync = step
+        if args.online and len(pool) < args.batch_size:
+            say(f"the prompts end after step {step}; {len(pool)} pairs are less than one batch and stay unused")
+            break
+        if args.online:
+            batch, pool = pool[: args.batch_size], pool[args.batch_size :]
+        else:
+            epoch, position = divmod(step, len(pairs) // args.batch_size)
+            order = np.random.default_rng((args.seed, epoch)).permutation(len(pairs))
+            batch = [pairs[i] for i in order[position * args.batch_size : (position + 1) * args.batch_size]]
         if args.group_by_length:
             batch.sort(key=lambda pair: len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids)))
         mine, losses, sums = batch[rank::world], [], defaultdict(float)
@@ -672,7 +826,8 @@ def main(args: Args) -> None:
         dist.all_reduce(totals)
         sums = dict(zip(sums, totals.tolist()))
         # The global norm, in float64 so that it does not depend on how the gradients are sharded.
-        squares = torch.stack([p.grad.to_local().double().square().sum() for p in policy.parameters()]).sum()
+        local = [p.grad.to_local() for p in policy.parameters() if p.grad is not None]
+        squares = torch.stack([gradient.double().square().sum() for gradient in local]).sum()
         dist.all_reduce(squares)
         torch.nn.utils.clip_grads_with_norm_(policy.parameters(), args.max_grad_norm, squares.sqrt().float())
         grad_norm = squares.sqrt().item()
@@ -705,13 +860,15 @@ def main(args: Args) -> None:
         worst = torch.tensor([clock() - started, sync_time, memory / 2**30], dtype=torch.float64, device=device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         step_time, sync_time, memory = worst.tolist()
-        tokens, completion_tokens, padded = sums.pop("tokens"), sums.pop("completion_tokens"), sums.pop("padded_tokens")
+        real, scored, padded = (sums.pop(key) for key in ("tokens", "completion_tokens", "padded_tokens"))
         metrics = {"step": step - 1}
         for key, value in sums.items():
-            metrics[key] = value / (completion_tokens if key.startswith("humanline") else args.batch_size)
+            metrics[key] = value / (scored if key.startswith("humanline") else args.batch_size)
         metrics |= {"humanline/steps_since_sync": reference_age, "grad_norm": grad_norm, "lr": lr}
         metrics |= {"perf/step_time": step_time, "perf/sync_time": sync_time, "perf/peak_memory": memory}
-        metrics |= {"perf/tokens_per_second": tokens / step_time, "perf/padding_share": 1 - tokens / padded}
+        metrics |= {"perf/tokens_per_second": real / step_time, "perf/padding_share": 1 - real / padded} | rollout
+        if args.eval_every and step % args.eval_every == 0:
+            metrics |= {key: mean for key, (mean, _) in evaluate()[0].items()}
         if rank == 0:
             metrics_file.write(json.dumps(metrics) + "\n")
             metrics_file.flush()
@@ -721,12 +878,12 @@ def main(args: Args) -> None:
         bar.update()
         if args.checkpoint_every and step % args.checkpoint_every == 0:
             state = {"step": step, "last_sync": last_sync, "scheduler": scheduler.state_dict()}
+            state |= {"round": round_number, "pool": pool, "rollout": rollout}
             save_checkpoint(output_dir / "checkpoints" / f"step-{step}", policy, reference, optimizer, state)
     bar.close()
 
-    # --- evaluation, export
-    after, texts_after = evaluate()
-    policy.to(config.dtype or torch.float32)
+    # --- export, evaluation
+    policy.to(final_dtype)
     full = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp_state.get_model_state_dict(policy, options=full)
     if rank == 0:
@@ -735,14 +892,21 @@ def main(args: Args) -> None:
         tokenizer.save_pretrained(output_dir / "final.tmp")
         shutil.rmtree(output_dir / "final", ignore_errors=True)
         (output_dir / "final.tmp").rename(output_dir / "final")
+    after, texts_after = evaluate()
+    if rank == 0:
         write(output_dir / "summary.json", json.dumps({"before": before, "after": after}, indent=2))
         print(f"\n{'mean ± standard error':24}{'before':>19}{'after':>19}")
         for key in after:
             print(f"{key:24}" + "".join(f"{mean:10.3f} ± {error:6.3f}" for mean, error in (before[key], after[key])))
+            writer.add_scalar(key, before[key][0], 0)
             writer.add_scalar(key, after[key][0], step)
         for pair, old, new in list(zip(prompts, texts_before, texts_after))[:4]:
             prompt = pair.prompt if isinstance(pair.prompt, str) else pair.prompt[-1]["content"]
             print(f"\nprompt: {prompt}\nbefore: {old}\nafter:  {new}")
+        if args.eval_outputs:
+            last = [pair.prompt if isinstance(pair.prompt, str) else pair.prompt[-1]["content"] for pair in prompts]
+            rows = [{"instruction": i, "output": o, "generator": output_dir.name} for i, o in zip(last, texts_after)]
+            write(Path(args.eval_outputs), json.dumps(rows, indent=2, ensure_ascii=False))
         print(f"\nwrote {output_dir}")
         writer.close()
     dist.barrier()

@@ -1,18 +1,21 @@
 """Log-probability and evaluation helpers shared by the four humanline scripts.
 
-B sequences, T tokens, V vocabulary, D hidden size. Log-probabilities are in nats and fp32; a mask is 1 at completion
-tokens (the end-of-turn token included) and 0 elsewhere.
+B sequences, T tokens, V vocabulary, D hidden size. Log-probabilities are in nats, in fp32 or, where the model
+computes in it, fp64. A mask is 1 at completion tokens (the end-of-turn token included) and 0 elsewhere.
 """
 
+import gc
 import math
+import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 # A prompt and a completion, as token ids.
 Ids = tuple[Sequence[int], Sequence[int]]
@@ -36,9 +39,12 @@ def to_text(tokenizer, prompt, completion):
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, list) and not tokenizer.chat_template:
         raise ValueError("a conversation needs a chat template, and the tokenizer has none: pass --chat-template FILE")
-    for message in [*turns, *(prompt if isinstance(prompt, list) else [{"content": prompt}])]:
-        if not isinstance(message.get("content"), str):
-            raise ValueError(f"content must be a string, not {type(message.get('content')).__name__}")
+    for message in [*turns, *(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}])]:
+        if not isinstance(message, dict):
+            raise ValueError(f"a message must be an object with role and content, not {type(message).__name__}")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise ValueError(f"{key} must be a string, not {type(message.get(key)).__name__}")
     return prompt, turns[0]["content"] if [turn["role"] for turn in turns] == ["assistant"] else None
 
 
@@ -64,9 +70,9 @@ def encode_completion(tokenizer, prompt, completion: str, eos_ids: set[int]) -> 
             raise ValueError("the chat template renders a prompt differently once it is answered: pass --chat-template")
         completion = whole[len(before) :]
     ids = tokenizer(completion, add_special_tokens=False).input_ids
-    end = max((i for i, token in enumerate(ids) if token in eos_ids), default=-1)
-    if end >= 0 and not tokenizer.decode(ids[end + 1 :]).strip():
-        return ids[: end + 1]  # what a template writes after the end of the turn is never sampled
+    for end, token in enumerate(ids):
+        if token in eos_ids and not tokenizer.decode([t for t in ids[end + 1 :] if t not in eos_ids]).strip():
+            return ids[: end + 1]  # what a template writes after the end of the turn is never sampled
     return [*ids, tokenizer.eos_token_id]
 
 
@@ -186,69 +192,190 @@ def sequence_logps(model, sequences: list[Ids], pad_id: int, device: torch.devic
 
 
 # --- generation ----------------------------------------------------------------------------------------------------
+#
+# An engine is an unsharded transformers model or a vLLM engine; both live in the training process, one on every rank.
+
+
+def start_engine(name: str, model_name: str, *, dtype, device, max_length: int, memory_share: float, trust_remote_code):
+    """Starts the engine called `name`; "auto" is vLLM where it is installed for this device, else transformers.
+
+    The process group must exist, all ranks call this together, and weights are right only after `update_engine`.
+
+    Args:
+        dtype: of weights and cache.
+        max_length: tokens of prompt and completion.
+        memory_share: share of the GPU's memory for vLLM's weights and cache (on the CPU the cache is 1 GiB).
+
+    Returns:
+        The engine.
+    """
+    if name == "hf" or (name == "auto" and not vllm_available(device)):
+        load = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+        return AutoModelForCausalLM.from_pretrained(model_name, **load).to(device).eval()
+    defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    os.environ |= {key: value for key, value in defaults.items() if key not in os.environ}
+    from vllm import LLM, _custom_ops
+
+    options = {"gpu_memory_utilization": memory_share, "enable_sleep_mode": True}
+    if device.type == "cpu":
+        _custom_ops._supports_onednn = False  # its prepacked copies of the weights would never be updated
+        options = {"kv_cache_memory_bytes": 2**30, "enforce_eager": True}
+    set_num_threads = torch.set_num_threads
+    engine = LLM(
+        model=model_name,
+        trust_remote_code=trust_remote_code,
+        skip_tokenizer_init=True,  # token ids in, token ids out
+        load_format="dummy",  # update_engine brings the weights
+        dtype=dtype,
+        hf_overrides={"head_dtype": "float32"},  # logits as exact as token_logps computes them
+        max_model_len=max_length,
+        generation_config="vllm",  # no sampling defaults from the model's generation_config.json
+        logprobs_mode="raw_logprobs",  # of the model itself: before temperature and nucleus
+        distributed_executor_backend="external_launcher",  # in this process; with one GPU each, ranks never wait
+        tensor_parallel_size=1,
+        disable_log_stats=True,
+        **options,
+    )
+    torch.set_num_threads = set_num_threads  # vLLM disables it on the CPU
+    engine.llm_engine.engine_core._finalizer.detach()  # it would destroy our process group together with the engine
+    gc.unfreeze()  # vLLM exempts every object of the process from garbage collection
+    sleep_engine(engine)
+    return engine
+
+
+def vllm_available(device: torch.device) -> bool:
+    """Whether vLLM is installed and built for the device that trains."""
+    if find_spec("vllm") is None:
+        return False
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
+    from vllm.platforms import current_platform
+
+    return current_platform.device_type == device.type
 
 
 @torch.no_grad()
-def load_weights(sampler, policy) -> None:
-    """Copies the FSDP2-sharded policy into an unsharded model of the same architecture, one parameter at a time."""
-    for target, source in zip(sampler.parameters(), policy.parameters(), strict=True):
-        target.copy_(source.full_tensor())
+def update_engine(engine, policy) -> None:
+    """Wakes the engine and copies the FSDP2-sharded policy into it, one gathered parameter at a time."""
+    weights = ((name, parameter.full_tensor()) for name, parameter in policy.named_parameters())
+    if isinstance(engine, torch.nn.Module):
+        for target, (_, weight) in zip(engine.parameters(), weights, strict=True):
+            target.copy_(weight)
+        return
+    asleep = engine.llm_engine.is_sleeping()
+    if asleep:
+        engine.wake_up(tags=["weights"])
+    engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    if asleep:
+        engine.wake_up(tags=["kv_cache"])
+    engine.reset_prefix_cache()
 
 
-@torch.no_grad()
+def sleep_engine(engine) -> None:
+    """Frees vLLM's GPU memory until the next `update_engine`; nothing to do for transformers or on the CPU."""
+    if not isinstance(engine, torch.nn.Module) and engine.llm_engine.vllm_config.model_config.enable_sleep_mode:
+        engine.sleep(level=2)
+
+
 def generate(
-    model,
+    engine,
     prompts: list[Sequence[int]],
     *,
-    seed: int,
+    seed: Sequence[int],
     eos_ids: Sequence[int],
     pad_id: int,
     max_new_tokens: int,
     temperature: float,
     top_p: float,
     batch_size: int = 256,
-) -> list[list[int]]:
-    """Samples one completion for every prompt with transformers, shared out over the ranks.
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Samples one completion for every prompt, shared out over the ranks. Rollouts and evaluation both come here.
 
-    Prompts are cut into batches of `batch_size` before they are dealt to the ranks, and a batch's seed comes from
-    (seed, the batch's position), so the completions do not depend on the number of ranks.
+    The completions do not depend on the number of ranks: with vLLM every request has a seed of its own, from (seed, its
+    position); with transformers, batches are cut before they are dealt to the ranks and seeded likewise.
 
     Args:
-        model: an unsharded causal LM, the same on every rank.
+        engine: from `start_engine`, updated.
         prompts: prompt ids, as training sees them.
+        seed: integers, such as (seed, round).
         eos_ids: every id that ends a turn.
         max_new_tokens: tokens; a completion that reaches it without an end-of-turn token is returned as it is.
         temperature: 0 is greedy decoding.
         top_p: nucleus probability mass, in (0, 1].
+        batch_size: sequences per transformers batch.
 
     Returns:
-        Completion ids in the order of `prompts`, up to and including the first end-of-turn token, on every rank.
+        In the order of `prompts`, on every rank: completion ids, up to and including the first end-of-turn token, and
+        the log-probability, in nats, that the engine gives each of them (at temperature 1, before the nucleus cut).
     """
-    device = next(model.parameters()).device
-    mine = {}
-    for batch in range(dist.get_rank(), math.ceil(len(prompts) / batch_size), dist.get_world_size()):
-        rows = prompts[batch * batch_size : (batch + 1) * batch_size]
-        width = max(map(len, rows))
-        input_ids = torch.tensor([[pad_id] * (width - len(row)) + [*row] for row in rows], device=device)
-        attention_mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(int(np.random.SeedSequence((seed, batch)).generate_state(1)[0]))
-            output = model.generate(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                max_new_tokens=max_new_tokens,
-                eos_token_id=list(eos_ids),
-                pad_token_id=pad_id,
-                **(sampling if temperature > 0 else {"do_sample": False}),
-            )
-        for i, ids in enumerate(output[:, width:].tolist()):
-            ends = [t for t, token in enumerate(ids) if token in eos_ids]
-            mine[batch * batch_size + i] = ids[: ends[0] + 1] if ends else ids
+    size, found = (batch_size if isinstance(engine, torch.nn.Module) else 1), {}
+    for first in range(dist.get_rank() * size, len(prompts), dist.get_world_size() * size):
+        found[first] = prompts[first : first + size]
+    seeds = {first: int(np.random.SeedSequence((*seed, first)).generate_state(1)[0]) for first in found}
+    limits = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
+    if isinstance(engine, torch.nn.Module):
+        for first, rows in found.items():
+            found[first] = _generate_hf(engine, rows, seeds[first], eos_ids, pad_id, **limits)
+    else:
+        from vllm import SamplingParams
+
+        limits["max_tokens"] = limits.pop("max_new_tokens")
+        own = {"ignore_eos": True, "stop_token_ids": list(eos_ids), "detokenize": False, "logprobs": 0}
+        params = [SamplingParams(seed=seed, **limits, **own) for seed in seeds.values()]
+        requests = [{"prompt_token_ids": list(rows[0])} for rows in found.values()]
+        for first, result in zip(found, engine.generate(requests, params, use_tqdm=False), strict=True):
+            ids = list(result.outputs[0].token_ids)
+            logps = [step[token].logprob for token, step in zip(ids, result.outputs[0].logprobs, strict=True)]
+            found[first] = [(ids, logps)]
     parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
-    merged = {index: ids for part in parts for index, ids in part.items()}
-    return [merged[i] for i in range(len(prompts))]
+    dist.all_gather_object(parts, found)
+    batches = sorted((first, batch) for part in parts for first, batch in part.items())
+    return tuple(map(list, zip(*[sample for _, batch in batches for sample in batch])))
+
+
+@torch.no_grad()
+def _generate_hf(model, prompts, seed, eos_ids, pad_id, *, max_new_tokens, temperature, top_p):
+    device, width = next(model.parameters()).device, max(map(len, prompts))
+    input_ids = torch.tensor([[pad_id] * (width - len(ids)) + [*ids] for ids in prompts], device=device)
+    attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        output = model.generate(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=list(eos_ids),
+            pad_token_id=pad_id,
+            **(sampling if temperature > 0 else {"do_sample": False, "temperature": None, "top_p": None}),
+        )
+    completions = []
+    for ids in output[:, width:].tolist():
+        end = next((i for i, token in enumerate(ids) if token in eos_ids), len(ids) - 1)
+        completions.append(ids[: end + 1])
+    samples = []
+    for first in range(0, len(prompts), 16):  # 16 sequences at a time: their hidden states are in memory, not a cache
+        part = list(zip(prompts, completions))[first : first + 16]
+        logps, mask = token_logps_of(model, part, pad_id, device)
+        samples += [(ids, row[chosen.bool()].tolist()) for (_, ids), row, chosen in zip(part, logps, mask)]
+    return samples
+
+
+def token_logps_of(model, sequences: list[Ids], pad_id: int, device: torch.device):
+    """token_logps (B, T) and mask (B, T) of (prompt ids, completion ids) sequences."""
+    input_ids, mask = pad_batch(sequences, pad_id, device)
+    return token_logps(model, input_ids, mask), mask
+
+
+@torch.no_grad()
+def engine_difference(policy, sequences: list[Ids], engine_logps, pad_id: int, device) -> tuple[float, float]:
+    """Mean and maximum of |log-prob of the engine - log-prob of the policy| over the tokens of a few samples, in nats.
+
+    A sampler with stale weights, another temperature or another model shows here. Every rank computes the same.
+    """
+    logps, mask = token_logps_of(policy, sequences, pad_id, device)
+    reported = torch.tensor([value for row in engine_logps for value in row], dtype=logps.dtype, device=device)
+    difference = (logps[mask.bool()] - reported).abs()
+    return difference.mean().item(), difference.max().item()
 
 
 # --- reward model and statistics -----------------------------------------------------------------------------------
@@ -317,3 +444,8 @@ def mean_and_se(values) -> tuple[float, float]:
     """Mean and standard error of the mean (sample standard deviation / √n; nan for a single value)."""
     values = torch.as_tensor(values, dtype=torch.float64)
     return values.mean().item(), (values.std() / math.sqrt(len(values))).item()
+
+
+def win_rate(rewards, baseline) -> torch.Tensor:
+    """1 where a reward is higher than the baseline's for the same prompt, 0.5 where they tie, 0 where it is lower."""
+    return (rewards > baseline) + 0.5 * (rewards == baseline)

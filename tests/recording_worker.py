@@ -1,0 +1,64 @@
+"""One rank that runs dpo_humanline.main for real and notes, at every step, what policy and reference are.
+
+It wraps two functions of the script: the record is taken inside the step, between the forward passes and the update,
+with additional no-grad forward passes through both models (which is what used to leave a root unit gathered and stale).
+"""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import tyro
+from torch.distributed.tensor.debug import CommDebugMode
+
+import dpo_humanline
+from utils import pad_batch, token_logps
+
+PROBE = pad_batch([([1, 7, 2], [9, 10, 11, 5]), ([1, 8, 2], [20, 21, 5])], 0, "cpu")
+
+
+def digest(tensors) -> str:
+    return hashlib.sha256(b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+def weights(model) -> str:
+    return digest(parameter.full_tensor() for parameter in model.parameters())
+
+
+def watch(record: list) -> None:
+    policy_of, sync = {}, ORIGINAL_SYNC
+
+    def recording_token_logps(model, input_ids, mask, *rest):
+        kind = "policy" if model.training else "reference"
+        with torch.no_grad(), CommDebugMode() as communication:
+            probe = token_logps(model, *PROBE)
+        if kind == "reference":  # comes first in a step
+            record.append({"syncs": 0, "sync_collectives": 0, "forward_collectives": communication.get_total_counts()})
+        record[-1] |= {f"{kind}_logps": digest([probe]), f"{kind}_weights": weights(model)}
+        policy_of[kind] = model
+        return token_logps(model, input_ids, mask, *rest)
+
+    def counting_sync(reference, policy):
+        with torch.no_grad():
+            token_logps(policy, *PROBE)  # leaves the root as a forward leaves it
+            token_logps(reference, *PROBE)
+        with CommDebugMode() as communication:
+            sync(reference, policy)
+        record[-1]["syncs"] += 1
+        record[-1]["sync_collectives"] += communication.get_total_counts()
+
+    dpo_humanline.token_logps, dpo_humanline.sync_reference = recording_token_logps, counting_sync
+
+
+if __name__ == "__main__":
+    ORIGINAL_SYNC = dpo_humanline.sync_reference
+    for port, arguments in zip(json.loads(os.environ["PORTS"]), json.loads(sys.argv[1])):
+        os.environ["MASTER_PORT"] = str(port)
+        args, steps = tyro.cli(dpo_humanline.Args, args=arguments), []
+        watch(steps)
+        dpo_humanline.main(args)
+        if os.environ.get("RANK", "0") == "0":
+            (Path(args.output_dir) / "record.json").write_text(json.dumps(steps))

@@ -1,0 +1,355 @@
+"""From rows to token ids: what is read, what is dropped, where a completion begins and ends.
+
+`letters` is a tokenizer with one token per character, so that decoded ids show exactly what is trained on.
+"""
+
+import gzip
+import json
+import re
+import shutil
+
+import datasets
+import pytest
+import torch
+from conftest import SHARED, TOY
+from tokenizers import Tokenizer, decoders, models, processors
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from dpo_humanline import Args, load_pairs, load_tokenizer
+from utils import encode_completion, encode_prompt, pad_batch, token_logps
+
+TURN = "<|{{ m.role }}|>{{ m.content }}"
+PROMPT = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+TEMPLATE = "<s>{% for m in messages %}" + TURN + "</s>{% endfor %}" + PROMPT
+BOS, EOS, END = 0, 1, 2  # ids of <s>, </s> and <|end|>
+
+
+def letters(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """One token per character. Called on text, it puts <s> first, as Llama's does."""
+    special = ["<s>", "</s>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    vocab = {token: i for i, token in enumerate([*special, "\n", *map(chr, range(32, 127))])}
+    raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    raw.decoder = decoders.Fuse()
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": special[2:]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, clean_up_tokenization_spaces=False, **tokens)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def message(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
+
+
+@pytest.fixture(autouse=True)
+def without_network(monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)  # a local file too is reported to the Hub
+
+
+def read(path, tokenizer, eos_ids=frozenset({EOS}), **args):
+    """Pairs of a file, and what is said about them."""
+    return load_pairs(Args(**args), "--dataset", str(path), "train", (tokenizer, set(eos_ids), None))
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Like `read`, for rows."""
+
+    def run(rows: list[dict], tokenizer=None, eos_ids=frozenset({EOS}), **args):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return read(path, tokenizer or letters(), eos_ids, **args)
+
+    return run
+
+
+def texts(tokenizer, pair) -> tuple[str, str, str]:
+    return tuple(map(tokenizer.decode, (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids)))
+
+
+# --- formats -------------------------------------------------------------------------------------------------------
+
+PAIRS = [("Hi", "Hello!", "Go."), ("Bye", "See you", "Good")]
+U, A = (lambda text, role=role: message(role, text) for role in ("user", "assistant"))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        lambda p, c, r: {"prompt": p, "chosen": c, "rejected": r},
+        lambda p, c, r: {"prompt": [U(p)], "chosen": [A(c)], "rejected": [A(r)]},
+        lambda p, c, r: {"prompt": p, "chosen": [A(c)], "rejected": [A(r)]},
+        lambda p, c, r: {"prompt": [U(p)], "chosen": c, "rejected": r},
+        lambda p, c, r: {"chosen": [U(p), A(c)], "rejected": [U(p), A(r)]},
+        lambda p, c, r: {"prompt": p, "chosen": [U(p), A(c)], "rejected": [U(p), A(r)], "score_chosen": 0.5},
+        lambda p, c, r: {"prompt": [U(p)], "chosen": [U(p), A(c)], "rejected": [U(p), A(r)]},
+    ],
+    ids="strings messages string+messages messages+string shared_prefix prompt_repeats_prefix messages_repeat".split(),
+)
+def test_paired_formats_give_the_same_pairs(load, row):
+    pairs, told = load([row(*pair) for pair in PAIRS])
+    assert [texts(letters(), pair) for pair in pairs] == [
+        ("<s><|user|>Hi</s><|assistant|>", "Hello!</s>", "Go.</s>"),
+        ("<s><|user|>Bye</s><|assistant|>", "See you</s>", "Good</s>"),
+    ]
+    assert [(pair.row, pair.prompt) for pair in pairs] == [(1, [U("Hi")]), (2, [U("Bye")])]
+    assert "2 pairs, 0 dropped" in told
+
+
+@pytest.mark.parametrize("kind", [lambda text, of: text, lambda text, of: [of(text)]], ids=["strings", "messages"])
+def test_unpaired_rows_are_paired_per_prompt(load, kind):
+    rows = [("Hi", "Hello!", True), ("Bye", "Good", False), ("Hi", "Go.", False), ("Bye", "See you", True)]
+    rows = [{"prompt": kind(p, U), "completion": kind(c, A), "label": label} for p, c, label in rows]
+    pairs, _ = load(rows)
+    paired, _ = load([{"prompt": p, "chosen": c, "rejected": r} for p, c, r in PAIRS])
+    assert [pair[1:] for pair in pairs] == [pair[1:] for pair in paired]
+    assert [pair.row for pair in pairs] == [1, 4]
+
+
+def test_unpaired_rows_without_a_partner_are_counted(load):
+    rows = [("Hi", "Hello!", True), ("Hi", "Go.", False), ("Hi", "Hey", True), ("Bye", "See you", True)]
+    pairs, told = load([{"prompt": p, "completion": c, "label": label} for p, c, label in rows])
+    assert len(pairs) == 1 and "1 pairs, 2 dropped" in told
+
+
+def test_messages_shared_over_several_turns_are_the_prompt(load):
+    turns = [message("system", "Be brief"), U("Hi"), A("Yes?"), U("Why")]
+    implicit = {"chosen": [*turns, A("So")], "rejected": [*turns, A("No")]}
+    pairs = [load([row])[0] for row in (implicit, implicit | {"prompt": "Hi"}, implicit | {"prompt": turns})]
+    explicit, _ = load([{"prompt": turns, "chosen": [A("So")], "rejected": [A("No")]}])
+    assert pairs == [explicit] * 3
+    whole = "<s><|system|>Be brief</s><|user|>Hi</s><|assistant|>Yes?</s><|user|>Why</s><|assistant|>"
+    assert texts(letters(), explicit[0]) == (whole, "So</s>", "No</s>")
+
+
+def test_prompt_that_completions_do_not_repeat_is_never_lost(load):
+    turns = [A("Yes?"), U("Why")]
+    lost = {"prompt": [U("Hi")], "chosen": [*turns, A("So")], "rejected": [*turns, A("No")]}
+    pairs, _ = load([lost, {"prompt": [U("Hi")], "chosen": [A("So")], "rejected": [A("No")]}])
+    assert all(pair.prompt[0] == U("Hi") for pair in pairs)
+
+
+def test_prompts_are_those_of_trl(load):
+    trl = pytest.importorskip("trl.data_utils")
+    explicit = [{"prompt": [U(p)], "chosen": [A(c)], "rejected": [A(r)]} for p, c, r in PAIRS]
+    implicit = [{"chosen": [U(p), A(c)], "rejected": [U(p), A(r)]} for p, c, r in PAIRS]
+    assert [trl.maybe_extract_prompt(row) for row in implicit] == explicit
+    unpaired = list(trl.unpair_preference_dataset(datasets.Dataset.from_list(explicit)))
+    ids = [[pair[1:] for pair in load(rows)[0]] for rows in (explicit, implicit, unpaired)]
+    assert ids[0] == ids[1] == ids[2]
+
+
+@pytest.mark.parametrize("name", ["r.json", "r.jsonl", "r.json.gz", "r.jsonl.gz", "r.parquet"])
+def test_file_kinds_give_the_same_pairs(load, tmp_path, name):
+    rows = [{"prompt": [U(p)], "chosen": [A(c)], "rejected": [A(r)]} for p, c, r in PAIRS]
+    text = json.dumps(rows, indent=1) if ".json." in name + "." else "".join(json.dumps(row) + "\n" for row in rows)
+    if name.endswith(".parquet"):
+        datasets.Dataset.from_list(rows).to_parquet(tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    pairs, _ = read(tmp_path / name, letters())
+    assert pairs == load(rows)[0] and len(pairs) == 2
+
+
+# --- where a completion begins and ends ----------------------------------------------------------------------------
+
+ROW = {"prompt": "Hi", "chosen": "Hello!", "rejected": "Go."}
+
+
+def test_plain_text_is_followed_by_eos_when_there_is_no_template(load):
+    [pair], _ = load([ROW], letters(template=None))
+    assert texts(letters(), pair) == ("<s>Hi", "Hello!</s>", "Go.</s>") and pair.prompt == "Hi"
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "plain"])
+def test_one_bos_however_many_would_write_it(load, template):
+    tokenizer = letters(template)
+    assert tokenizer("x").input_ids[0] == BOS  # the tokenizer adds its own, and TEMPLATE writes another
+    [pair], _ = load([ROW], tokenizer)
+    assert [ids.count(BOS) for ids in pair[2:]] == [1, 0, 0] and pair.prompt_ids[0] == BOS
+
+
+@pytest.mark.parametrize(
+    "end",
+    ["</s>", "<|end|>", "<|end|>\n", "</s>\n \n", "<|end|>\n</s>", ""],
+    ids=lambda end: repr(end) if end else "none",
+)
+def test_completion_ends_with_the_end_of_turn_and_nothing_after(load, end):
+    tokenizer = letters("{% for m in messages %}" + TURN + "{{ " + repr(end) + " }}{% endfor %}" + PROMPT)
+    [pair], _ = load([ROW], tokenizer, {EOS, END})
+    first = "<|end|>" if end.startswith("<|end|>") else "</s>"
+    assert texts(tokenizer, pair)[1:] == ("Hello!" + first, "Go." + first)
+
+
+def test_eos_written_only_after_the_last_turn_is_not_trained_on(load):
+    tokenizer = letters(
+        "{% for m in messages %}"
+        + TURN
+        + "<|end|>\n{% endfor %}"
+        + PROMPT.replace("{% endif", "{% else %}</s>{% endif")
+    )
+    [pair], _ = load([ROW], tokenizer, {EOS, END})  # the template of Phi-3
+    assert texts(tokenizer, pair) == ("<|user|>Hi<|end|>\n<|assistant|>", "Hello!<|end|>", "Go.<|end|>")
+
+
+def test_end_of_turn_inside_the_content_does_not_end_the_completion(load):
+    [pair], _ = load([ROW | {"chosen": "a</s>b"}])
+    assert texts(letters(), pair)[1] == "a</s>b</s>"
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace("</s>{% endfor", "{% endfor"), None])
+def test_cut_completion_has_no_end_of_turn_and_every_other_ends_with_it(load, template):
+    tokenizer = letters(template)
+    prompt = len(load([ROW], tokenizer)[0][0].prompt_ids)
+    for room in range(1, 12):
+        [pair], _ = load([ROW], tokenizer, max_length=prompt + room)
+        for ids, whole in ((pair.chosen_ids, "Hello!</s>"), (pair.rejected_ids, "Go.</s>")):
+            tokens = tokenizer(whole, add_special_tokens=False).input_ids
+            assert ids == tokens[:room]
+            assert ids.count(EOS) == (1 if room >= len(tokens) else 0)
+
+
+def test_template_that_changes_the_prompt_once_answered_is_refused(load, capsys):
+    with pytest.raises(SystemExit):
+        load([ROW], letters("{% if not add_generation_prompt %}Answered: {% endif %}" + TEMPLATE))
+    said = capsys.readouterr().err
+    assert "line 1" in said and "renders a prompt differently once it is answered: pass --chat-template" in said
+
+
+def test_every_end_of_turn_id_of_the_model_is_known(tmp_path):
+    shutil.copytree(TOY / "policy", tmp_path / "model")
+    generation = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [1, 7]}))
+    args = Args(model=str(tmp_path / "model"), eos_token="rose")
+    tokenizer, eos_ids, pad_id = load_tokenizer(args, AutoConfig.from_pretrained(args.model))
+    assert eos_ids == {1, 7, 5, tokenizer.convert_tokens_to_ids("rose")} and pad_id == 0
+
+
+def test_tokenizer_without_a_pad_token_pads_with_its_end_of_turn(tmp_path):
+    shutil.copytree(TOY / "policy", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "model")
+    args = Args(model=str(tmp_path / "model"))
+    assert load_tokenizer(args, AutoConfig.from_pretrained(args.model))[2] == 5
+    args.pad_token = "<unk>"
+    assert load_tokenizer(args, AutoConfig.from_pretrained(args.model))[2] == 1
+
+
+# --- what is dropped -----------------------------------------------------------------------------------------------
+
+
+def test_dropped_rows_are_counted_by_reason_and_the_others_keep_order_and_line(load):
+    good = [{"prompt": word, "chosen": "yes", "rejected": "no"} for word in ("one", "two", "three")]
+    two_turns = [A("yes"), U("and?"), A("no")]
+    rows = [
+        good[0] | {"chosen": ""},
+        good[0],
+        good[0] | {"rejected": " \n"},
+        good[0] | {"chosen": "no"},
+        good[1],
+        good[0] | {"prompt": "x" * 30},
+        good[0] | {"chosen": two_turns},
+        good[0] | {"rejected": [U("no")]},
+        # equal once they are cut:
+        good[0] | {"chosen": "the same beginning, then a", "rejected": "the same beginning, then b"},
+        good[0] | {"chosen": [A("")]},
+        good[2],
+    ]
+    rows = [
+        row | {side: row[side] if isinstance(row[side], list) else [A(row[side])] for side in ("chosen", "rejected")}
+        for row in rows
+    ]
+    pairs, told = load(rows, max_prompt_length=20, max_length=26)
+    assert [(pair.row, pair.prompt[0]["content"]) for pair in pairs] == [(2, "one"), (5, "two"), (11, "three")]
+    assert "3 pairs, 8 dropped" in told
+    for reason, count in {
+        "empty completion": 3,
+        "chosen equals rejected": 2,
+        "prompt longer than --max-prompt-length 20": 1,
+        "completion is not one assistant message": 2,
+    }.items():
+        assert f"'{reason}': {count}" in told
+
+
+def test_prompt_of_exactly_the_longest_length_is_kept(load):
+    length = len(load([ROW])[0][0].prompt_ids)
+    pairs, _ = load([ROW, ROW | {"prompt": "Hi!"}, ROW], max_prompt_length=length)
+    assert [pair.row for pair in pairs] == [1, 3]
+
+
+# --- prompts, masks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "plain"])
+def test_training_prompts_are_those_of_encode_prompt(load, template):
+    tokenizer = letters(template)
+    pairs, _ = load([{"prompt": p, "chosen": c, "rejected": r} for p, c, r in PAIRS], tokenizer)
+    for pair, (_, chosen, _) in zip(pairs, PAIRS):
+        assert pair.prompt_ids == encode_prompt(tokenizer, pair.prompt)
+        assert pair.chosen_ids == encode_completion(tokenizer, pair.prompt, chosen, {EOS})
+
+
+def test_mask_is_one_at_completion_tokens_whatever_the_pad_id():
+    sequences = [([7, 5, 8], [9, 5]), ([7], [5]), ([5, 5], [5, 6, 5])]
+    for pad_id in (0, 5, 9):
+        input_ids, mask = pad_batch(sequences, pad_id, torch.device("cpu"), multiple_of=4)
+        assert mask.tolist() == [[0, 0, 0, 1, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0, 0]]
+        assert input_ids[1].tolist() == [7, 5, *[pad_id] * 6]
+
+
+def test_padding_with_the_end_of_turn_id_changes_no_log_probability():
+    model = AutoModelForCausalLM.from_pretrained(TOY / "policy", dtype=torch.float64)
+    sequences = [([3, 6, 7, 5, 4], [19, 20, 5]), ([4], [5]), ([3, 6, 4], [21, 5])]
+    with torch.no_grad():
+        by_end, by_pad = (token_logps(model, *pad_batch(sequences, pad, torch.device("cpu"))) for pad in (5, 0))
+    assert torch.equal(by_end, by_pad)
+    assert [(row != 0).sum().item() for row in by_end] == [3, 1, 2]  # the real end-of-turn tokens are scored
+
+
+def test_log_probability_of_exactly_zero_stays_in_the_mask():
+    config = AutoConfig.from_pretrained(TOY / "policy", vocab_size=1, pad_token_id=None, eos_token_id=0)
+    model = AutoModelForCausalLM.from_config(config)  # one word, so every word is certain
+    input_ids, mask = pad_batch([([0, 0], [0, 0, 0]), ([0], [0])], 0, torch.device("cpu"))
+    logps = token_logps(model, input_ids, mask)
+    assert logps.shape == mask.shape and not logps.any()
+    assert mask.sum(-1).tolist() == [3, 1]
+
+
+# --- real data -----------------------------------------------------------------------------------------------------
+
+real = pytest.mark.skipif(not SHARED.is_dir(), reason=f"no real data in {SHARED}")
+CHATML = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+
+
+@pytest.fixture
+def stories(tmp_path):
+    """The real tokenizer, which puts BOS first and has no template and no pad token, with a template."""
+    (tmp_path / "template.jinja").write_text("{{ bos_token }}" + CHATML + PROMPT.replace("|>{% e", "|>\n{% e"))
+    args = Args(model=str(SHARED / "model-stories260K"), chat_template=str(tmp_path / "template.jinja"))
+    return load_tokenizer(args, AutoConfig.from_pretrained(args.model))
+
+
+@real
+def test_every_real_pair_is_kept_or_counted(stories):
+    tokenizer, eos_ids, pad_id = stories
+    pairs, told = read(SHARED / "preferences" / "pairs.jsonl", tokenizer, eos_ids)
+    kept, dropped = map(int, re.search(r"(\d+) pairs, (\d+) dropped", told).groups())
+    assert kept == len(pairs) > 100 and kept + dropped == 299 and pad_id == tokenizer.eos_token_id
+    assert [pair.row for pair in pairs] == sorted({pair.row for pair in pairs})
+    for pair in pairs:
+        assert pair.prompt_ids == encode_prompt(tokenizer, pair.prompt)
+        assert pair.prompt_ids[0] == tokenizer.bos_token_id
+        assert [ids.count(tokenizer.bos_token_id) for ids in pair[2:]] == [1, 0, 0]
+        for ids in (pair.chosen_ids, pair.rejected_ids):
+            cut = len(pair.prompt_ids) + len(ids) == Args.max_length and ids[-1] not in eos_ids
+            assert [token for token in ids if token in eos_ids] == ([] if cut else ids[-1:])
+
+
+@real
+def test_every_real_unpaired_row_is_in_a_pair_or_counted(stories):
+    tokenizer, eos_ids, _ = stories
+    room = {"max_prompt_length": 100_000, "max_length": 200_000}
+    pairs, told = read(SHARED / "preferences" / "unpaired.jsonl", tokenizer, eos_ids, **room)
+    kept, dropped = map(int, re.search(r"(\d+) pairs, (\d+) dropped", told).groups())
+    assert kept == len(pairs) and 2 * kept + dropped == 300

@@ -1,0 +1,81 @@
+"""What a run leaves behind: final/, its dtype and ties, and the files beside it."""
+
+import json
+
+import pytest
+import torch
+from conftest import PAIRS, TOY, metrics, run_ranks
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+RUN = ["--dataset", PAIRS, "--num-steps", "3", "--batch-size", "8", "--warmup-fraction", "0", "--checkpoint-every", "3"]
+METRICS = """loss rewards/chosen rewards/rejected rewards/margins rewards/accuracies logps/chosen logps/rejected
+humanline/clipped_low humanline/clipped_high humanline/log_ratio_abs_mean humanline/steps_since_sync grad_norm lr
+perf/step_time perf/sync_time perf/tokens_per_second perf/padding_share perf/peak_memory""".split()
+
+
+@pytest.fixture(scope="module")
+def bf16_policy(tmp_path_factory, tied_policy):
+    folder = tmp_path_factory.mktemp("bf16")
+    AutoModelForCausalLM.from_pretrained(tied_policy, dtype=torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tied_policy).save_pretrained(folder)
+    return str(folder)
+
+
+def test_final_loads_with_the_dtype_and_the_ties_of_the_initial_model(tmp_path, bf16_policy):
+    run_ranks(2, [[*RUN, "--model", bf16_policy, "--output-dir", str(tmp_path / "run")]])
+    initial, final = (AutoModelForCausalLM.from_pretrained(f) for f in (bf16_policy, tmp_path / "run" / "final"))
+    assert type(final) is type(initial) and final.dtype == torch.bfloat16
+    assert final.lm_head.weight.data_ptr() == final.model.embed_tokens.weight.data_ptr()
+    assert not torch.equal(final.lm_head.weight, initial.lm_head.weight)
+    assert json.loads((tmp_path / "run" / "final" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "final").chat_template
+
+
+def test_every_documented_metric_is_logged_from_step_0(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_ranks(1, [[*RUN, "--output-dir", str(tmp_path / "run")]])
+    steps = metrics(tmp_path / "run")
+    assert [step["step"] for step in steps] == [0, 1, 2] and all(set(METRICS) <= set(step) for step in steps)
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    for key in METRICS:
+        assert [event.value for event in events.Scalars(key)] == pytest.approx([step[key] for step in steps], rel=1e-5)
+    assert (tmp_path / "run" / "checkpoints" / "step-3" / "state.json").exists()
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path):
+    run_ranks(
+        1,
+        [[*RUN, *flag, "--output-dir", str(tmp_path / f"{len(flag)}")] for flag in ([], ["--gradient-checkpointing"])],
+    )
+    for plain, recomputed in zip(metrics(tmp_path / "0"), metrics(tmp_path / "1"), strict=True):
+        assert recomputed["loss"] == pytest.approx(plain["loss"], rel=1e-9)
+        assert recomputed["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_other_compute_dtypes_train_the_same_curve(tmp_path, dtype):
+    run_ranks(1, [[*RUN, "--dtype", d, "--output-dir", str(tmp_path / d)] for d in ("float64", dtype)])
+    tolerance = {"float32": 1e-4, "bfloat16": 0.15}[dtype]
+    for exact, rounded in zip(metrics(tmp_path / "float64"), metrics(tmp_path / dtype), strict=True):
+        assert rounded["loss"] == pytest.approx(exact["loss"], abs=tolerance)
+
+
+def test_min_avg_logp_drops_the_pairs_below_it(tmp_path):
+    output = run_ranks(1, [[*RUN, "--min-avg-logp", "-2.7", "--output-dir", str(tmp_path / "run")]])
+    line = next(line for line in output.splitlines() if line.startswith("--min-avg-logp -2.7"))
+    policy, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(TOY / "policy"),
+        AutoTokenizer.from_pretrained(TOY / "policy"),
+    )
+    low = 0
+    for row in map(json.loads, open(PAIRS)):
+        chat = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["chosen"]}]
+        ids = tokenizer(tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False).input_ids
+        start = len(
+            tokenizer(tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)).input_ids
+        )
+        with torch.no_grad():
+            logps = policy(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        low += logps[range(start - 1, len(ids) - 1), ids[start:]].mean().item() < -2.7
+    assert 0 < low < 128 and f": {low} of 128 pairs dropped" in line

@@ -1,0 +1,213 @@
+"""Online rounds: sampling, pairing, references, evaluation, resume."""
+
+import json
+
+import pytest
+import torch
+from conftest import PAIRS, ROOT, SHARED, metrics, run_ranks, start_ranks
+from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
+from dpo_humanline import Args, Pair, best_against_worst
+from utils import mean_and_se, win_rate
+
+RUN = ["--online", "--engine", "hf", "--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "16", "--k", "3"]
+RUN += ["--round-prompts", "10", "--batch-size", "8", "--num-steps", "11", "--max-new-tokens", "12"]
+RUN += ["--checkpoint-every", "4", "--eval-every", "4", "--warmup-fraction", "0"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("online") / "run"
+    run_ranks(1, [[*RUN, "--output-dir", str(folder), "--eval-outputs", str(folder.parent / "outputs.json")]])
+    return folder
+
+
+def test_two_ranks_sample_the_same_rounds(run, tmp_path):
+    run_ranks(2, [[*RUN, "--micro-batch-size", "2", "--output-dir", str(tmp_path / "two")]])
+    for one, two in zip(metrics(run, True), metrics(tmp_path / "two", True), strict=True):
+        assert one.keys() == two.keys()
+        for key in one:
+            exact = 1e-9 if key.startswith("rollout/") and "logp_diff" not in key else 1e-5
+            assert two[key] == pytest.approx(one[key], rel=exact, abs=1e-5), (key, one["step"])
+    assert (tmp_path / "two" / "summary.json").exists()
+
+
+def test_leftover_pairs_go_into_the_next_round(run):
+    """Ten prompts a round, at most ten pairs, eight of them a step: the rest is trained on later, none is lost."""
+    steps = metrics(run)
+    pairs, used = 0, 0
+    for line in steps:
+        if used + 8 > pairs:
+            pairs = sum(
+                round((1 - share) * 10)
+                for share in {s["rollout/round"]: s["rollout/filtered"] for s in steps[: line["step"] + 1]}.values()
+            )
+        used += 8
+        assert used <= pairs
+    assert [line["rollout/round"] for line in steps] == sorted(line["rollout/round"] for line in steps)
+    assert pairs - used < 8 + 10
+
+
+def test_a_round_sets_the_reference_to_the_policy_and_k_goes_on(run):
+    steps, last = metrics(run), 0
+    for t, line in enumerate(steps):
+        if t and line["rollout/round"] != steps[t - 1]["rollout/round"]:
+            last = t
+            assert line["humanline/log_ratio_abs_mean"] == 0
+        assert line["humanline/steps_since_sync"] == t - last
+        if t % 3 == 0:
+            last = t
+
+
+def test_without_humanline_the_reference_is_the_round_start(tmp_path):
+    run_ranks(1, [[*RUN, "--no-humanline", "--round-prompts", "40", "--output-dir", str(tmp_path / "run")]])
+    steps, start = metrics(tmp_path / "run"), 0
+    for t, line in enumerate(steps):
+        start = t if t and line["rollout/round"] != steps[t - 1]["rollout/round"] else start
+        assert line["humanline/steps_since_sync"] == t - start
+    assert steps[-1]["rollout/round"] >= 2
+
+
+def test_optimizer_and_schedule_carry_on_across_rounds(run):
+    assert len({line["lr"] for line in metrics(run)}) == 1  # no warmup in this run, and no restart
+    state = json.loads((run / "checkpoints" / "step-8" / "state.json").read_text())
+    assert state["scheduler"]["last_epoch"] == 8 and state["round"] > 3
+
+
+def test_evaluation_by_sampling_is_logged_and_summarised(run):
+    steps, summary = metrics(run), json.loads((run / "summary.json").read_text())
+    assert [line["step"] for line in steps if "eval/reward" in line] == [3, 7]
+    assert summary["before"]["eval/win_rate"] == [0.5, 0.0]
+    assert set(summary["after"]) >= {"eval/reward", "eval/win_rate", "eval/length", "eval/finished", "eval/margin"}
+    outputs = json.loads((run.parent / "outputs.json").read_text())
+    assert len(outputs) == 16 and set(outputs[0]) == {"instruction", "output", "generator"}
+    assert outputs[0]["instruction"].startswith("for ") and outputs[0]["output"].split()
+
+
+def test_best_against_worst_by_hand():
+    args = Args(samples_per_prompt=3, reward_threshold=0.5, max_length=5)
+    prompts = [Pair(row, "x", [1, 2], [], []) for row in (1, 2, 3)]
+    ids = [[10], [11], [12], [20], [21, 22, 23, 24, 25], [26], [30], [31], [32]]
+    rewards = torch.tensor([0.1, 0.9, 0.3, 0.0, 0.5, -0.5, 0.2, 0.3, 0.4], dtype=torch.float64)
+    made = best_against_worst(args, prompts, ids, rewards)
+    assert [(p.row, p.chosen_ids, p.rejected_ids) for p in made] == [(1, [11], [10]), (2, [21, 22, 23], [26])]
+
+
+def test_win_rate_counts_ties_half():
+    wins = win_rate(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0.0, 2.0, 4.0, 1.0]))
+    assert wins.tolist() == [1, 0.5, 0, 1]
+    assert mean_and_se(wins) == pytest.approx((0.625, torch.tensor([1, 0.5, 0, 1]).std().item() / 2))
+
+
+MOMENTS = {
+    "sampling": "generate 4",
+    "scoring": "reward_scores 4",
+    "mid-round training": "dpo_loss 6",
+    "checkpoint": "save 2",
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_in_a_round_and_resumed_equals_uninterrupted(run, tmp_path, monkeypatch, moment):
+    monkeypatch.setenv("KILL", MOMENTS[moment])
+    arguments = [*RUN, "--output-dir", str(tmp_path / "run")]
+    (killed,) = start_ranks(1, [arguments], "killing_worker.py")
+    killed.communicate(timeout=120)
+    assert killed.returncode == -9
+    monkeypatch.delenv("KILL")
+    run_ranks(1, [[*arguments, "--resume"]])
+    assert metrics(tmp_path / "run", True) == metrics(run, True)
+    assert (tmp_path / "run" / "summary.json").read_text() == (run / "summary.json").read_text()
+
+
+def test_two_ranks_killed_and_resumed(tmp_path, monkeypatch):
+    run_ranks(2, [[*RUN, "--output-dir", str(tmp_path / "whole")]])
+    monkeypatch.setenv("KILL", "dpo_loss 7")
+    arguments = [*RUN, "--output-dir", str(tmp_path / "run")]
+    processes = start_ranks(2, [arguments], "killing_worker.py")
+    assert processes[0].wait(timeout=120) == -9
+    processes[1].kill()
+    for process in processes:
+        process.communicate()
+    monkeypatch.delenv("KILL")
+    run_ranks(2, [[*arguments, "--resume"]])
+    assert metrics(tmp_path / "run", True) == metrics(tmp_path / "whole", True)
+
+
+def refused(arguments, worker="worker.py"):
+    (process,) = start_ranks(1, [arguments], worker)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 1 and "Traceback" not in output, output[-2000:]
+    return output[output.index("error: ") :]
+
+
+def test_a_threshold_that_filters_everything_stops_and_says_what_to_change(tmp_path):
+    message = refused([*RUN, "--reward-threshold", "50", "--output-dir", str(tmp_path / "run")])
+    assert "--reward-threshold 50" in message and "round 1" in message and "--temperature" in message
+
+
+def test_online_needs_several_different_samples_and_a_judge(tmp_path):
+    assert "--temperature 0" in refused([*RUN, "--temperature", "0", "--output-dir", str(tmp_path / "a")])
+    assert "--reward-model" in refused([*RUN, "--reward-model", "", "--output-dir", str(tmp_path / "b")])
+    assert "--samples-per-prompt" in refused([*RUN, "--samples-per-prompt", "1", "--output-dir", str(tmp_path / "c")])
+
+
+def test_a_prompts_file_without_prompts_is_named(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"question": "for queen"}\n')
+    message = refused([*RUN, "--dataset", str(tmp_path / "p.jsonl"), "--output-dir", str(tmp_path / "run")])
+    assert "p.jsonl" in message and "'prompt'" in message and "question" in message
+
+
+def test_a_sampler_with_stale_weights_stops_the_run(tmp_path):
+    worker = tmp_path / "stale_worker.py"
+    worker.write_text(
+        "import os, runpy, sys\nimport dpo_humanline as d\nupdate, calls = d.update_engine, []\n"
+        "d.update_engine = lambda *a: calls.append(1) or (update(*a) if len(calls) < 3 else None)\n"
+        f"sys.argv[0] = {str(ROOT / 'tests' / 'worker.py')!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    message = refused([*RUN, "--output-dir", str(tmp_path / "run")], worker=str(worker))
+    assert "differ from the policy's" in message and "--engine" in message
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="no real data beside the checkout")
+def test_a_real_model_and_real_prompts_go_through_a_round(tmp_path):
+    questions = [json.loads(line) for line in (SHARED / "mt_bench" / "question.jsonl").read_text().splitlines()]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": q["turns"][0]}) + "\n" for q in questions))
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "model-stories260K")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForSequenceClassification(LlamaConfig(vocab_size=512, num_labels=1, **sizes)).save_pretrained(tmp_path / "rm")
+    tokenizer.save_pretrained(tmp_path / "rm")  # no chat template and no pad token
+    run = [
+        "--online",
+        "--engine",
+        "hf",
+        "--model",
+        str(SHARED / "model-stories260K"),
+        "--reward-model",
+        str(tmp_path / "rm"),
+    ]
+    run += ["--dataset", str(tmp_path / "prompts.jsonl"), "--eos-token", "<s>", "--max-prompt-length", "60"]
+    run += ["--max-new-tokens", "300", "--max-length", "400", "--round-prompts", "6", "--samples-per-prompt", "4"]
+    run += [
+        "--batch-size",
+        "4",
+        "--num-steps",
+        "1",
+        "--beta",
+        "0.1",
+        "--temperature",
+        "1",
+        "--reward-threshold",
+        "1e-6",
+    ]
+    run_ranks(1, [[*run, "--checkpoint-every", "1", "--output-dir", str(tmp_path / "run")]])
+    (line,) = metrics(tmp_path / "run")
+    assert 0 < line["rollout/finished_mean"] <= 1 and line["rollout/logp_diff_max"] < 1e-4
+    state = json.loads((tmp_path / "run" / "checkpoints" / "step-1" / "state.json").read_text())
+    for pair in (Pair(*pair) for pair in state["pool"]):
+        for ids in (pair.chosen_ids, pair.rejected_ids):
+            assert not {1, 2} & set(ids[:-1])  # nothing goes on after the end of the story
+            assert ids[-1] in (1, 2) or len(ids) == min(300, 400 - len(pair.prompt_ids))
+    final = json.loads((tmp_path / "run" / "final" / "generation_config.json").read_text())
+    assert 1 in final["eos_token_id"]

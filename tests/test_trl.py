@@ -1,0 +1,61 @@
+"""--no-humanline against TRL's DPOTrainer: the same loss curve on the same full batch."""
+
+import gzip
+import json
+
+import pytest
+from conftest import TOY, metrics, run_ranks
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import DPOConfig, DPOTrainer
+
+LR, BETA, STEPS, PAIRS = 1e-3, 0.5, 5, 16
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_loss_curve_of_dpo_trainer(tmp_path):
+    rows = [json.loads(line) for line in gzip.open(TOY / "preferences_train.jsonl.gz", "rt")][:PAIRS]
+    chats = [
+        {
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            "chosen": [{"role": "assistant", "content": row["chosen"]}],
+            "rejected": [{"role": "assistant", "content": row["rejected"]}],
+        }
+        for row in rows
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    ours = ["--no-humanline", "--dataset", str(tmp_path / "pairs.jsonl"), "--batch-size", str(PAIRS), "--lr", str(LR)]
+    ours += ["--num-steps", str(STEPS), "--warmup-fraction", "0", "--beta", str(BETA), "--adam-eps", "1e-8"]
+    run_ranks(1, [[*ours, "--weight-decay", "0", "--max-grad-norm", "1.0", "--output-dir", str(tmp_path / "ours")]])
+
+    trainer = DPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(TOY / "policy"),
+        args=DPOConfig(
+            output_dir=str(tmp_path / "trl"),
+            beta=BETA,
+            per_device_train_batch_size=PAIRS,
+            max_steps=STEPS,
+            learning_rate=LR,
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            adam_epsilon=1e-8,
+            max_grad_norm=1.0,
+            max_length=None,
+            logging_steps=1,
+            bf16=False,
+            use_cpu=True,
+            gradient_checkpointing=False,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_list(chats),
+        processing_class=AutoTokenizer.from_pretrained(TOY / "policy"),
+    )
+    trainer.train()
+    theirs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(theirs) == STEPS
+    for mine, other in zip(metrics(tmp_path / "ours"), theirs):
+        assert mine["loss"] == pytest.approx(other["loss"], abs=1e-4, rel=1e-4)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+        assert mine["rewards/margins"] == pytest.approx(other["rewards/margins"], abs=1e-3)
