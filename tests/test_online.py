@@ -7,7 +7,7 @@ import torch
 from conftest import PAIRS, ROOT, SHARED, metrics, run_ranks, start_ranks
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
-from dpo_humanline import Args, Pair, best_against_worst
+from dpo_humanline import Args, Pair, best_against_worst, validate
 from utils import mean_and_se, win_rate
 
 RUN = ["--online", "--engine", "hf", "--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "16", "--k", "3"]
@@ -146,10 +146,19 @@ def test_a_threshold_that_filters_everything_stops_and_says_what_to_change(tmp_p
     assert "--reward-threshold 50" in message and "round 1" in message and "--temperature" in message
 
 
-def test_online_needs_several_different_samples_and_a_judge(tmp_path):
-    assert "--temperature 0" in refused([*RUN, "--temperature", "0", "--output-dir", str(tmp_path / "a")])
-    assert "--reward-model" in refused([*RUN, "--reward-model", "", "--output-dir", str(tmp_path / "b")])
-    assert "--samples-per-prompt" in refused([*RUN, "--samples-per-prompt", "1", "--output-dir", str(tmp_path / "c")])
+@pytest.mark.parametrize(
+    ("wrong", "flag"),
+    [
+        ({"temperature": 0.0}, "--temperature 0"),
+        ({"reward_model": ""}, "--reward-model"),
+        ({"min_avg_logp": -1.0}, "--min-avg"),
+    ]
+    + [({"samples_per_prompt": 1}, "--samples-per-prompt"), ({"reward_threshold": float("nan")}, "--reward-threshold")],
+)
+def test_online_needs_different_samples_and_a_judge(wrong, flag, capsys):
+    with pytest.raises(SystemExit):
+        validate(Args(online=True, **wrong), world=1)
+    assert flag in capsys.readouterr().err
 
 
 def test_a_prompts_file_without_prompts_is_named(tmp_path):

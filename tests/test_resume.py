@@ -31,16 +31,18 @@ def lines(folder):
     return path.read_text().count("\n") if path.exists() else 0
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def uninterrupted(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    run_ranks(request.param, [[*RUN, "--output-dir", str(folder)]])
-    return request.param, folder
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """{ranks: folder of a whole run}"""
+    folder = tmp_path_factory.mktemp("whole")
+    for ranks in (1, 2):
+        run_ranks(ranks, [[*RUN, "--output-dir", str(folder / str(ranks))]])
+    return {ranks: folder / str(ranks) for ranks in (1, 2)}
 
 
-@pytest.mark.parametrize("at", ["before the first step", 2, 7, 13])
-def test_killed_and_resumed_equals_uninterrupted(uninterrupted, tmp_path, at):
-    ranks, whole = uninterrupted
+@pytest.mark.parametrize(("ranks", "at"), [(1, "before the first step"), (1, 2), (1, 7), (1, 13), (2, 4), (2, 11)])
+def test_killed_and_resumed_equals_uninterrupted(uninterrupted, tmp_path, ranks, at):
+    whole = uninterrupted[ranks]
     folder = tmp_path / "run"
     arguments = [*RUN, "--output-dir", str(folder)]
     started = (folder / "args.json").exists
@@ -52,8 +54,9 @@ def test_killed_and_resumed_equals_uninterrupted(uninterrupted, tmp_path, at):
     assert (folder / weights).read_bytes() == (whole / weights).read_bytes()
 
 
-def test_a_write_that_is_interrupted_leaves_no_checkpoint_that_loads(uninterrupted, tmp_path):
-    ranks, whole = uninterrupted
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_write_that_is_interrupted_leaves_no_checkpoint_that_loads(uninterrupted, tmp_path, ranks):
+    whole = uninterrupted[ranks]
     folder = tmp_path / "run"
     arguments = [*RUN, "--output-dir", str(folder)]
     torn = folder / "checkpoints" / "step-10.tmp"
@@ -64,9 +67,8 @@ def test_a_write_that_is_interrupted_leaves_no_checkpoint_that_loads(uninterrupt
     assert not torn.exists() and (folder / "checkpoints" / "step-10" / "state.json").exists()
 
 
-def test_a_run_resumes_on_another_number_of_ranks(tmp_path):
-    folder, whole = tmp_path / "run", tmp_path / "whole"
-    run_ranks(1, [[*RUN, "--output-dir", str(whole)]])
+def test_a_run_resumes_on_another_number_of_ranks(uninterrupted, tmp_path):
+    folder, whole = tmp_path / "run", uninterrupted[1]
     kill_when(2, [*RUN, "--output-dir", str(folder)], lambda: lines(folder) >= 7)
     run_ranks(1, [[*RUN, "--output-dir", str(folder), "--resume"]])
     for a, b in zip(metrics(whole), metrics(folder), strict=True):
@@ -76,7 +78,7 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path):
 
 
 def test_a_checkpoint_holds_reference_moments_and_position(uninterrupted):
-    folder = uninterrupted[1] / "checkpoints" / "step-10"
+    folder = uninterrupted[2] / "checkpoints" / "step-10"
     names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     assert {name.split(".")[0] for name in names} == {"policy", "optimizer", "reference"}
     assert any(name.startswith("reference.lm_head") for name in names)

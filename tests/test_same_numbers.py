@@ -9,7 +9,7 @@ VARIANTS = {
     "offline": ["--no-humanline"],
     "sample": ["--k", "3", "--clip", "sample"],
 }
-TOY_RUN = ["--num-steps", "12", "--dataset", PAIRS, "--warmup-fraction", "0.2", "--checkpoint-every", "0"]
+TOY_RUN = ["--num-steps", "10", "--dataset", PAIRS, "--warmup-fraction", "0.2", "--checkpoint-every", "0"]
 LAYOUTS = {
     1: [
         [],
@@ -35,6 +35,7 @@ def toy_runs(tmp_path_factory):
         jobs = {
             (name, ranks, i): [*TOY_RUN, *flags, *layout, "--output-dir", str(folder / f"{name}-{ranks}-{i}")]
             for name, flags in VARIANTS.items()
+            if ranks < 4 or name != "sample"
             for i, layout in enumerate(layouts)
         }
         run_ranks(ranks, list(jobs.values()))
