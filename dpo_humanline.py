@@ -320,18 +320,11 @@ def load_rows(flag: str, name: str, split: str) -> list[dict]:
 # --- end shared: load_rows
 
 
-def read_pairs(rows: list[dict], prompts_only: bool) -> list[tuple]:
-    """(row number, prompt, chosen, rejected) from the three preference formats of docs/dpo.md, or (row number, prompt)
-    from rows without completions if `prompts_only`."""
-    columns, pairs = rows[0].keys(), []
-    if {"prompt", "completion", "label"} <= columns and not prompts_only:  # unpaired
-        groups = defaultdict(lambda: ([], []))
-        for number, row in enumerate(rows, 1):
-            if row["label"] not in (True, False):
-                raise ValueError(f"row {number}: label must be true or false, not {row['label']!r}")
-            groups[json.dumps(row["prompt"])][not row["label"]].append((number, row["prompt"], row["completion"]))
-        both = [pair for goods, bads in groups.values() for pair in zip_longest(goods, bads)]  # n-th good, n-th bad
-        return [(*good, bad[2]) if good and bad else (*(good or bad)[:2], None, None) for good, bad in both]
+# --- shared: read_preferences
+def read_preferences(rows: list[dict], prompts_only: bool) -> list[tuple]:
+    """(row number, prompt, chosen, rejected) from rows with `prompt`, `chosen` and `rejected`, or with conversations
+    that share their beginning; (row number, prompt) from rows without completions if `prompts_only`."""
+    preferences = []
     for number, row in enumerate(rows, 1):
         prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
         if isinstance(chosen, list) and isinstance(rejected, list):
@@ -342,9 +335,31 @@ def read_pairs(rows: list[dict], prompts_only: bool) -> list[tuple]:
                 prompt, chosen, rejected = before + chosen[:shared], chosen[shared:], rejected[shared:]
         needed = {"prompt": prompt} if prompts_only else {"prompt": prompt, "chosen": chosen, "rejected": rejected}
         if missing := [name for name, value in needed.items() if value is None]:
-            raise ValueError(f"row {number} has no {missing[0]!r}; the columns are {', '.join(columns)}")
-        pairs.append((number, *needed.values()))
-    return pairs
+            raise ValueError(f"row {number} has no {missing[0]!r}; the columns are {', '.join(rows[0])}")
+        preferences.append((number, *needed.values()))
+    return preferences
+
+
+def check_label(number: int, row: dict) -> bool:
+    """The label of an unpaired row, which must be a boolean: "false" and -1 are true in Python."""
+    if row["label"] not in (True, False):
+        raise ValueError(f"row {number}: label must be true or false, not {row['label']!r}")
+    return bool(row["label"])
+
+
+# --- end shared: read_preferences
+
+
+def pair_up(rows: list[dict]) -> list[tuple]:
+    """(row number, prompt, chosen, rejected) from unpaired rows: a prompt's n-th desirable completion with its n-th
+    undesirable one; None for both where one is missing."""
+    groups = defaultdict(lambda: ([], []))
+    for number, row in enumerate(rows, 1):
+        groups[json.dumps(row["prompt"])][not check_label(number, row)].append(
+            (number, row["prompt"], row["completion"])
+        )
+    both = [pair for goods, bads in groups.values() for pair in zip_longest(goods, bads)]
+    return [(*good, bad[2]) if good and bad else (*(good or bad)[:2], None, None) for good, bad in both]
 
 
 def load_pairs(
@@ -354,8 +369,9 @@ def load_pairs(
     counted; none left is an error."""
     (tokenizer, eos_ids, _), pairs, dropped, number = tokens, [], Counter(), None
     rows = load_rows(flag, name, split)
+    unpaired = {"prompt", "completion", "label"} <= rows[0].keys() and not prompts_only
     try:
-        for number, prompt, *completions in read_pairs(rows, prompts_only):
+        for number, prompt, *completions in pair_up(rows) if unpaired else read_preferences(rows, prompts_only):
             if completions == [None, None]:
                 dropped["unpaired, without a completion of the other label for its prompt"] += 1
                 continue

@@ -15,7 +15,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 # A prompt and a completion, as token ids.
 Ids = tuple[Sequence[int], Sequence[int]]
@@ -211,7 +216,9 @@ def start_engine(name: str, model_name: str, *, dtype, device, max_length: int, 
     """
     if name == "hf" or (name == "auto" and not vllm_available(device)):
         load = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-        return AutoModelForCausalLM.from_pretrained(model_name, **load).to(device).eval()
+        model = AutoModelForCausalLM.from_pretrained(model_name, **load).to(device).eval()
+        model.generation_config = GenerationConfig()  # no sampling defaults of the model's own, such as a penalty
+        return model
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "RANK": "0", "LOCAL_RANK": "0"}
     os.environ |= {key: value for key, value in defaults.items() if key not in os.environ}
     from vllm import LLM, _custom_ops
@@ -229,7 +236,7 @@ def start_engine(name: str, model_name: str, *, dtype, device, max_length: int, 
         dtype=dtype,
         hf_overrides={"head_dtype": "float32"},  # logits as exact as token_logps computes them
         max_model_len=max_length,
-        generation_config="vllm",  # no sampling defaults from the model's generation_config.json
+        generation_config="vllm",  # none of the model's own sampling defaults
         logprobs_mode="raw_logprobs",  # of the model itself: before temperature and nucleus
         distributed_executor_backend="external_launcher",  # in this process; with one GPU each, ranks never wait
         tensor_parallel_size=1,

@@ -24,12 +24,13 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start_ranks(ranks: int, runs: list[list[str]], worker: str = "worker.py") -> list[subprocess.Popen]:
-    """Starts tests/<worker> in every rank; it runs the script's main once for each argument list of `runs`."""
+def start_ranks(ranks, runs, worker="worker.py", script="dpo_humanline") -> list[subprocess.Popen]:
+    """Starts tests/<worker> in every rank; it runs main of `script` once for each argument list of `runs`."""
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {
         "OMP_NUM_THREADS": "1"
     }
     env |= {"PORTS": json.dumps([free_port() for _ in runs]), "MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
+    env["SCRIPT"] = script
     command = [sys.executable, str(ROOT / "tests" / worker), json.dumps(runs)]
     return [
         subprocess.Popen(
@@ -43,9 +44,9 @@ def start_ranks(ranks: int, runs: list[list[str]], worker: str = "worker.py") ->
     ]
 
 
-def run_ranks(ranks: int, runs: list[list[str]], worker: str = "worker.py", timeout: int = 280) -> str:
+def run_ranks(ranks, runs, worker="worker.py", script="dpo_humanline", timeout=280) -> str:
     """Output of rank 0; every rank must succeed."""
-    processes = start_ranks(ranks, runs, worker)
+    processes = start_ranks(ranks, runs, worker, script)
     outputs = [process.communicate(timeout=timeout)[0] for process in processes]
     for process, output in zip(processes, outputs):
         assert process.returncode == 0, output[-3000:]

@@ -1,16 +1,16 @@
 """worker.py, except that rank 0 ends itself with SIGKILL in the n-th call of a function; KILL is "function n"."""
 
+import importlib
 import os
 import runpy
 import signal
 import sys
 from pathlib import Path
 
-import dpo_humanline
-
 if __name__ == "__main__":
     name, count = os.environ["KILL"].split()
-    owner = dpo_humanline.dcp if name == "save" else dpo_humanline
+    script = importlib.import_module(os.environ["SCRIPT"])
+    owner = script.dcp if name == "save" else script
     original, calls = getattr(owner, name), []
 
     def fatal(*arguments, **keywords):

@@ -1,14 +1,14 @@
-"""One rank: runs dpo_humanline.main once for each argument list given as JSON."""
+"""One rank: runs main of the script named by SCRIPT once for each argument list given as JSON."""
 
+import importlib
 import json
 import os
 import sys
 
 import tyro
 
-import dpo_humanline
-
 if __name__ == "__main__":
+    script = importlib.import_module(os.environ["SCRIPT"])
     for port, arguments in zip(json.loads(os.environ["PORTS"]), json.loads(sys.argv[1])):
         os.environ["MASTER_PORT"] = str(port)
-        dpo_humanline.main(tyro.cli(dpo_humanline.Args, args=arguments))
+        script.main(tyro.cli(script.Args, args=arguments))

@@ -1,0 +1,266 @@
+"""KTO: loss and z_0 by hand, the same numbers for every layout, data, the four variants, resume."""
+
+import gzip
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, SHARED, metrics, run_ranks, start_ranks
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import KTOConfig, KTOTrainer
+
+from kto_humanline import Args, Example, kto_loss, load_groups, mismatched_sequences
+from utils import token_logps
+
+TOY = ROOT / "toy" / "tales"
+RUN = ["--num-steps", "4", "--warmup-fraction", "0", "--batch-size", "16", "--k", "2", "--checkpoint-every", "0"]
+
+
+def toy_rows(count: int) -> list[dict]:
+    return [json.loads(line) for line in gzip.open(TOY / "preferences_train.jsonl.gz", "rt")][:count]
+
+
+@pytest.fixture(scope="module")
+def paired(tmp_path_factory):
+    path = tmp_path_factory.mktemp("kto") / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in toy_rows(64)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def unpaired(tmp_path_factory):
+    path = tmp_path_factory.mktemp("kto") / "unpaired.jsonl"
+    rows = [
+        {"prompt": row["prompt"], "completion": row["chosen" if i % 3 else "rejected"], "label": bool(i % 3)}
+        for i, row in enumerate(toy_rows(64))
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_loss_equals_equation_7_by_hand_and_gradient_finite_differences():
+    generator = torch.Generator().manual_seed(0)
+    log_ratio = 2 * torch.randn(4, 5, dtype=torch.float64, generator=generator)
+    mask = (torch.arange(5) < torch.tensor([5, 3, 1, 4])[:, None]).double()
+    desirable = torch.tensor([True, False, True, False])
+    clipped = log_ratio.clamp(-1.5, 1.5)
+    loss, rewards = kto_loss(clipped, mask, desirable, 0.7, 0.25, 1.1, 0.9)
+    for i, row in enumerate(log_ratio.tolist()):
+        r = sum(min(max(x, -1.5), 1.5) for x, m in zip(row, mask[i]) if m)
+        sigmoid = 1 / (1 + math.exp(-0.25 * (r - 0.7) * (1 if desirable[i] else -1)))
+        assert loss[i].item() == pytest.approx((1.1 if desirable[i] else 0.9) * (1 - sigmoid), rel=1e-12)
+        assert rewards[i].item() == pytest.approx(0.25 * r, rel=1e-12)
+    variable = log_ratio.clone().requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda x: kto_loss(x.clamp(-1.5, 1.5), mask, desirable, 0.7, 0.25, 1.1, 0.9)[0].sum(), variable, eps=1e-7
+    )
+    kto_loss(variable.clamp(-1.5, 1.5), mask, desirable, 0.7, 0.25, 1.1, 0.9)[0].sum().backward()
+    outside = variable.abs() > 1.5
+    assert (variable.grad[outside] == 0).all() and (variable.grad[~outside & mask.bool()] != 0).all()
+
+
+def test_desirable_and_undesirable_are_symmetric():
+    log_ratio, mask = torch.randn(3, 4, dtype=torch.float64), torch.ones(3, 4)
+    yes, no = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)
+    assert torch.equal(
+        kto_loss(log_ratio, mask, yes, 0.0, 0.5, 1.0, 1.0)[0], kto_loss(-log_ratio, mask, no, 0.0, 0.5, 1.0, 1.0)[0]
+    )
+
+
+def example(row, prompt, completion, desirable=True):
+    return Example(row, "", prompt, completion, desirable)
+
+
+def test_mismatched_sequences_take_the_next_example_with_another_prompt():
+    batch = [example(1, [1], [10]), example(1, [1], [11], False), example(2, [2], [20]), example(3, [3], [30])]
+    assert mismatched_sequences(batch) == [([1], [20]), ([1], [20]), ([2], [30]), ([3], [10])]
+    assert mismatched_sequences(batch[:2]) == [] and mismatched_sequences(batch[:1]) == []
+
+
+def test_z_0_by_hand(paired, tmp_path):
+    """Step 1 at k=1: the reference is the initial policy, the policy is one update on; one batch of all 64 pairs."""
+    flags = ["--k", "1", "--num-steps", "2", "--batch-size", "128", "--checkpoint-every", "1", "--warmup-fraction", "0"]
+    flags += ["--lr", "0.003", "--log-epsilon-P", "-0.3", "--log-epsilon-R", "0.3"]
+    run_ranks(1, [[*flags, "--dataset", paired, "--output-dir", str(tmp_path / "run")]], script="kto_humanline")
+    run_ranks(
+        1,
+        [[*flags[:2], "--num-steps", "1", *flags[4:], "--dataset", paired, "--output-dir", str(tmp_path / "one")]],
+        script="kto_humanline",
+    )
+    tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
+    tokens = tokenizer, {tokenizer.eos_token_id}, 0
+    groups, _ = load_groups(Args(), "--dataset", paired, "train", tokens)
+    order = np.random.default_rng((1, 1)).permutation(64)  # epoch 1: a batch is the whole set
+    batch = [member for i in order for member in groups[i]]
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(f).double() for f in (tmp_path / "one/final", TOY / "policy")
+    )
+    total = 0.0
+    for i, x in enumerate(batch):
+        other = next(y for y in batch[i + 1 :] + batch[:i] if y.prompt_ids != x.prompt_ids)
+        ids = torch.tensor([x.prompt_ids + other.completion_ids])
+        mask = torch.zeros(ids.shape)
+        mask[:, len(x.prompt_ids) :] = 1
+        with torch.no_grad():
+            total += (token_logps(policy, ids, mask) - token_logps(reference, ids, mask)).clamp(-0.3, 0.3).sum().item()
+    first, second = metrics(tmp_path / "run")
+    assert first["kto/z_0"] == 0
+    assert second["kto/z_0"] == pytest.approx(max(total / 128, 0), rel=1e-6, abs=1e-9)
+
+
+@pytest.fixture(scope="module")
+def layouts(paired, unpaired, tmp_path_factory):
+    folder, runs = tmp_path_factory.mktemp("layouts"), {}
+    shapes = {1: [[], ["--micro-batch-size", "1"]], 2: [["--micro-batch-size", "2", "--no-group-by-length"]]}
+    shapes[4] = [["--micro-batch-size", "1", "--pad-to-multiple-of", "8"]]
+    for ranks, variants in shapes.items():
+        jobs = {
+            (data, flag, ranks, i): [
+                *RUN,
+                flag,
+                *layout,
+                "--dataset",
+                path,
+                "--output-dir",
+                str(folder / f"{data}{flag}{ranks}{i}"),
+            ]
+            for data, path in (("paired", paired), ("unpaired", unpaired))
+            for flag in ("--humanline", "--no-humanline")
+            if ranks < 4 or flag == "--humanline"
+            for i, layout in enumerate(variants)
+        }
+        run_ranks(ranks, list(jobs.values()), script="kto_humanline")
+        runs |= {key: metrics(arguments[-1]) for key, arguments in jobs.items()}
+    return runs
+
+
+@pytest.mark.parametrize("data", ["paired", "unpaired"])
+@pytest.mark.parametrize("flag", ["--humanline", "--no-humanline"])
+def test_z_0_loss_and_gradient_norm_agree_for_all_layouts(layouts, data, flag):
+    expected = layouts[data, flag, 1, 0]
+    for (d, f, _, _), steps in layouts.items():
+        if (d, f) == (data, flag):
+            for a, b in zip(expected, steps, strict=True):
+                for key in ("kto/z_0", "loss", "grad_norm", "rewards/desirable", "rewards/undesirable"):
+                    assert b[key] == pytest.approx(a[key], rel=1e-5, abs=1e-12), (key, a["step"])
+
+
+def test_kto_losses_of_trl_where_its_kl_batch_is_ours(tmp_path):
+    """With two examples of different prompts there is one way to mismatch them, and both take it. With more, TRL pairs
+    a prompt with the completion before it in the order of the data set, and this script with the next other prompt."""
+    rows = toy_rows(40)
+    other = next(row for row in rows if row["prompt"] != rows[0]["prompt"])
+    chats = [(rows[0]["prompt"], rows[0]["chosen"], True), (other["prompt"], other["rejected"], False)]
+    data = [
+        {"prompt": [{"role": "user", "content": p}], "completion": [{"role": "assistant", "content": c}], "label": y}
+        for p, c, y in chats
+    ]
+    (tmp_path / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+    ours = ["--no-humanline", "--dataset", str(tmp_path / "two.jsonl"), "--batch-size", "2", "--num-steps", "5"]
+    ours += ["--warmup-fraction", "0", "--lr", "1e-3", "--beta", "0.5", "--adam-eps", "1e-8", "--weight-decay", "0"]
+    ours += ["--lambda-D", "1.1", "--lambda-U", "0.9", "--output-dir", str(tmp_path / "ours")]
+    run_ranks(1, [ours], script="kto_humanline")
+    trainer = KTOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(TOY / "policy"),
+        ref_model=AutoModelForCausalLM.from_pretrained(TOY / "policy"),
+        args=KTOConfig(
+            output_dir=str(tmp_path / "trl"),
+            beta=0.5,
+            desirable_weight=1.1,
+            undesirable_weight=0.9,
+            per_device_train_batch_size=2,
+            max_steps=5,
+            learning_rate=1e-3,
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            adam_epsilon=1e-8,
+            max_grad_norm=1.0,
+            logging_steps=1,
+            bf16=False,
+            use_cpu=True,
+            gradient_checkpointing=False,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_list(data),
+        processing_class=AutoTokenizer.from_pretrained(TOY / "policy"),
+    )
+    trainer.train()
+    theirs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(theirs) == 5
+    for mine, other in zip(metrics(tmp_path / "ours"), theirs):
+        assert mine["loss"] == pytest.approx(other["loss"], abs=1e-4)
+
+
+def refused(arguments):
+    (process,) = start_ranks(1, [arguments], script="kto_humanline")
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 1 and "Traceback" not in output, output[-2000:]
+    return output[output.index("error: ") :]
+
+
+def test_a_batch_with_one_prompt_stops_and_says_so(tmp_path):
+    rows = [row for row in toy_rows(400) if row["prompt"] == "about cat"][:8]
+    (tmp_path / "one.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    message = refused([*RUN, "--dataset", str(tmp_path / "one.jsonl"), "--output-dir", str(tmp_path / "run")])
+    assert "step 0" in message and "same prompt" in message and "--batch-size" in message
+
+
+@pytest.mark.parametrize("label", ["true", "yes", None, -1, 0.5])
+def test_labels_that_are_not_booleans_are_named(tmp_path, label, capsys):
+    rows = [{"prompt": "about cat", "completion": "the", "label": label}] * 2
+    (tmp_path / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
+    with pytest.raises(SystemExit):
+        load_groups(Args(), "--dataset", str(tmp_path / "bad.jsonl"), "train", (tokenizer, {5}, 0))
+    error = capsys.readouterr().err
+    assert "row 1" in error and "label must be true or false" in error and "bad.jsonl" in error
+
+
+def test_one_class_only_is_warned_about_and_trains(tmp_path):
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in toy_rows(32)]
+    (tmp_path / "good.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = [*RUN, "--dataset", str(tmp_path / "good.jsonl"), "--output-dir", str(tmp_path / "run")]
+    output = run_ranks(1, [run], script="kto_humanline")
+    assert "warning: " in output and "only desirable examples" in output and "paper" in output
+    steps = metrics(tmp_path / "run")
+    assert "rewards/undesirable" not in steps[0] and steps[-1]["rewards/desirable"] > 0
+
+
+ONLINE = ["--online", "--engine", "hf", "--round-prompts", "12", "--max-new-tokens", "40", "--eval-samples", "16"]
+
+
+def test_online_splits_best_and_worst_and_resumes(paired, tmp_path, monkeypatch):
+    run = [*RUN[:-1], "2", *ONLINE, "--dataset", paired, "--eval-dataset", paired, "--output-dir"]
+    run_ranks(1, [[*run, str(tmp_path / "one")]], script="kto_humanline")
+    run_ranks(2, [[*run, str(tmp_path / "two")]], script="kto_humanline")
+    steps = metrics(tmp_path / "one", True)
+    assert len(steps) == 4 and steps[-1]["rollout/round"] >= 3
+    for a, b in zip(steps, metrics(tmp_path / "two", True), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5) and b["rollout/reward_mean"] == a["rollout/reward_mean"]
+    monkeypatch.setenv("KILL", "kto_loss 4")
+    (killed,) = start_ranks(1, [[*run, str(tmp_path / "cut")]], "killing_worker.py", "kto_humanline")
+    killed.communicate(timeout=120)
+    assert killed.returncode == -9
+    monkeypatch.delenv("KILL")
+    run_ranks(1, [[*run, str(tmp_path / "cut"), "--resume"]], script="kto_humanline")
+    assert metrics(tmp_path / "cut", True) == steps
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="no real data beside the checkout")
+def test_real_unpaired_data_trains_on_two_ranks(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    run = ["--model", str(SHARED / "model-stories260K"), "--dataset", str(SHARED / "preferences" / "unpaired.jsonl")]
+    run += ["--chat-template", str(template), "--max-prompt-length", "128", "--max-length", "256", "--batch-size", "8"]
+    run += ["--num-steps", "2", "--beta", "0.25", "--lr", "1e-4", "--warmup-fraction", "0", "--k", "1"]
+    output = run_ranks(1, [[*run, "--output-dir", str(tmp_path / "one")]], script="kto_humanline")
+    run_ranks(2, [[*run, "--micro-batch-size", "1", "--output-dir", str(tmp_path / "two")]], script="kto_humanline")
+    assert "examples, " in output and "dropped {" in output
+    for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        for key in ("loss", "grad_norm", "kto/z_0"):
+            assert b[key] == pytest.approx(a[key], rel=1e-5, abs=1e-12)
