@@ -12,6 +12,7 @@ norm is clipped globally, not per rank; masks are explicit; the defaults are the
 Shapes: B sequences, T tokens.
 """
 
+import glob
 import gzip
 import json
 import math
@@ -37,7 +38,7 @@ import torch.distributed.checkpoint.state_dict as dcp_state
 import transformers
 import tyro
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -84,8 +85,8 @@ class Args:
     """examples, or pairs to split: a json, jsonl or parquet file (or .gz), or a Hub name; formats in docs/kto.md"""
     dataset_split: str = "train"
     """split of a Hub --dataset, such as train[:10000]"""
-    eval_dataset: str = str(TOY / "preferences_test.jsonl.gz")
-    """held-out data in the same formats; empty, or only --dataset changed: no evaluation"""
+    eval_dataset: str | None = None
+    """held-out data in the same formats, or prompts; empty: none; default: the toy's for the toy's --dataset"""
     eval_split: str = "test"
     """split of a Hub --eval-dataset"""
     max_prompt_length: int = 625
@@ -190,8 +191,8 @@ class Args:
     """held-out prompts sampled for each evaluation; 0: none"""
     eval_outputs: str | None = None
     """file that receives the final completions in the format of the alpaca_eval command"""
-    reward_model: str = str(TOY / "reward_model")
-    """sequence classifier with one output that scores samples; empty, or only --model changed: none"""
+    reward_model: str | None = None
+    """classifier with one output that scores samples; empty: none; default: the toy's for the toy's --model"""
 
 
 # --- shared: fail
@@ -254,6 +255,8 @@ def validate(args: Args, world: int) -> None:
         if name and not (Path(name) / "config.json").is_file():
             if Path(name).exists() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
                 fail(f"{flag} {name}: neither a model folder (with a config.json) nor a Hub name (owner/name)")
+    if args.eval_outputs and not Path(args.eval_outputs).absolute().parent.is_dir():
+        fail(f"--eval-outputs {args.eval_outputs}: its folder does not exist; create it first")
     folder = Path(args.output_dir)
     if taken := next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None):
         fail(f"--output-dir {folder}: {taken} is a file; name a folder")
@@ -299,7 +302,11 @@ def load_rows(flag: str, name: str, split: str) -> list[dict]:
     if path.exists() and path.stat().st_size == 0:
         fail(f"{flag} {name} is empty")
     try:
-        source = {"path": kind, "data_files": name, "split": "train"} if kind else {"path": name, "split": split}
+        source = (
+            {"path": kind, "data_files": glob.escape(name), "split": "train"}
+            if kind
+            else {"path": name, "split": split}
+        )
         rows = list(datasets.load_dataset(**source))
     except Exception as error:
         try:  # the library's message names no line
@@ -315,7 +322,7 @@ def load_rows(flag: str, name: str, split: str) -> list[dict]:
                     fail(f"{flag} {name}, line {number} is not JSON: not an object")
             except json.JSONDecodeError as wrong:
                 fail(f"{flag} {name}, line {number + wrong.lineno - 1} is not JSON: {wrong.msg}, column {wrong.colno}")
-        fail(f"{flag} {name} cannot be loaded: {' '.join(str(error.__cause__ or error).split())[:500]}")
+        fail(f"{flag} {name} cannot be loaded: {' '.join(str(error.__cause__ or error or type(error)).split())[:500]}")
     return rows or fail(f"{flag} {name} has no rows")
 
 
@@ -357,6 +364,8 @@ def load_groups(args: Args, flag: str, name: str, split: str, tokens: tuple, pro
     unpaired row or a prompt; and a line about them. Rows that cannot train are dropped and counted."""
     (tokenizer, eos_ids, _), groups, dropped, number = tokens, [], Counter(), None
     rows = load_rows(flag, name, split)
+    if prompts_only is None:  # only if there is nothing else
+        prompts_only = not {"chosen", "completion"} & rows[0].keys()
     unpaired = {"prompt", "completion", "label"} <= rows[0].keys() and not prompts_only
     try:
         if unpaired:
@@ -567,6 +576,16 @@ def load_tokenizer(args: Args, config):
     return tokenizer, eos_ids, pad_id
 
 
+def check_lengths(args: Args, config, trained: int, sampled: int) -> None:
+    """Stops when sequences (tokens of the longest one to train on and to sample) have no position in the model."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+    if getattr(config.get_text_config(), "rope_parameters", None) is None and max(trained, sampled) > limit:
+        fail(
+            f"--model {args.model} has {limit} positions; the longest sequence has {trained} tokens and a sample up to "
+            f"{sampled}: lower --max-length or --max-new-tokens"
+        )
+
+
 def load_sharded(args: Args, config, mesh, dtype: torch.dtype, compute_dtype: torch.dtype):
     """The causal LM with parameters in `dtype`, sharded with FSDP2: each decoder block, then what is left, the root."""
     load = {"config": config, "dtype": dtype, "trust_remote_code": args.trust_remote_code}
@@ -581,7 +600,11 @@ def load_sharded(args: Args, config, mesh, dtype: torch.dtype, compute_dtype: to
     shard = {"mesh": mesh, "mp_policy": mixed_precision, "reshard_after_forward": True}
     for module in [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]:
         fully_shard(module, **shard)
-    return fully_shard(model, **shard)
+    fully_shard(model, **shard)
+    for module in [m for m in model.modules() if isinstance(m, FSDPModule)]:
+        module.set_gradient_divide_factor(1.0)  # gradients are summed over the ranks: the loss is normalised globally
+        module.set_force_sum_reduction_for_comms(True)
+    return model
 
 
 # --- end shared: setup
@@ -629,10 +652,10 @@ def load_checkpoint(folder: Path, policy, reference, optimizer) -> dict:
 
 def main(args: Args) -> None:
     # --- setup
-    if args.dataset != Args.dataset and args.eval_dataset == Args.eval_dataset:
-        args.eval_dataset = ""
-    if args.model != Args.model and args.reward_model == Args.reward_model:
-        args.reward_model = ""
+    if args.eval_dataset is None:
+        args.eval_dataset = str(TOY / "preferences_test.jsonl.gz") if args.dataset == Args.dataset else ""
+    if args.reward_model is None:
+        args.reward_model = str(TOY / "reward_model") if args.model == Args.model else ""
     if args.online and args.dataset == Args.dataset:
         args.dataset = str(TOY / "prompts_train.jsonl.gz")
     if not args.humanline:
@@ -664,10 +687,16 @@ def main(args: Args) -> None:
     say(told)
     eval_groups = []
     if args.eval_dataset:
-        eval_groups, told = load_groups(args, "--eval-dataset", args.eval_dataset, args.eval_split, tokens)
+        eval_groups, told = load_groups(args, "--eval-dataset", args.eval_dataset, args.eval_split, tokens, None)
         say(told)
-    evaluated = [example for group in eval_groups for example in group]
+    evaluated = [example for group in eval_groups for example in group if example.completion_ids]
     prompts = [group[0] for group in eval_groups[: args.eval_samples]]
+    if args.eval_outputs and not prompts:
+        fail("--eval-outputs needs prompts: give --eval-dataset and --eval-samples")
+    everything = [example for group in groups for example in group]
+    trained = max(sum(map(len, sequence)) for sequence in example_sequences(everything + evaluated))
+    sampled = max((len(x.prompt_ids) for x in prompts + everything * args.online), default=-args.max_new_tokens)
+    check_lengths(args, config, trained, sampled + args.max_new_tokens)
     per_group = 2 if args.online else len(groups[0])
     if args.batch_size % per_group:
         fail(f"--batch-size {args.batch_size} is odd, and a pair is two examples that stay in one step; make it even")
@@ -694,7 +723,7 @@ def main(args: Args) -> None:
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
     if args.online or prompts:
-        longest = max(len(x.prompt_ids) for x in prompts + [x for x, *_ in groups] * args.online) + args.max_new_tokens
+        longest = sampled + args.max_new_tokens
         longest = min(longest, getattr(config.get_text_config(), "max_position_embeddings", longest))
         options = {"max_length": longest, "memory_share": args.vllm_memory, "trust_remote_code": args.trust_remote_code}
         engine = start_engine(args.engine, args.model, dtype=reference_dtype, device=device, **options)
@@ -869,7 +898,7 @@ def main(args: Args) -> None:
                 clipped, low, high = humanline_sampling(log_ratio, B_P, B_R, args.M_P, args.M_R)
             desirable = torch.tensor([example.desirable for example in part], device=device)  # (B,)
             loss, rewards = kto_loss(clipped, mask, desirable, z_0, args.beta, args.lambda_D, args.lambda_U)  # (B,)
-            (loss.sum() * world / args.batch_size).backward()  # x world: FSDP averages gradients over the ranks
+            (loss.sum() / args.batch_size).backward()
 
             losses.append(loss.detach())
             gain = torch.where(desirable, rewards - args.beta * z_0, args.beta * z_0 - rewards)
@@ -905,6 +934,7 @@ def main(args: Args) -> None:
             bad = [example.row for example, value in zip(mine, torch.cat(losses).tolist()) if not math.isfinite(value)]
             rows = [None] * world
             dist.all_gather_object(rows, bad if not math.isfinite(sums["loss"]) else [example.row for example in mine])
+            bar.close()
             fail(
                 f"step {step}: the loss is {sums['loss'] / args.batch_size} and the gradient norm {grad_norm}; rows of "
                 f"--dataset: {sorted(sum(rows, []))}. The update was not made, and the last checkpoint in {output_dir} "
@@ -958,11 +988,16 @@ def main(args: Args) -> None:
     bar.close()
 
     # --- export, evaluation
+    buffers = dict(policy.named_buffers())
     policy.to(final_dtype)
+    for path, buffer in buffers.items():  # .to() rounds the rotary frequencies too, which are not parameters
+        owner, _, leaf = path.rpartition(".")
+        setattr(policy.get_submodule(owner), leaf, buffer)
     full = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp_state.get_model_state_dict(policy, options=full)
     if rank == 0:
-        policy.generation_config.eos_token_id = sorted(eos_ids)
+        ends = {"eos_token_id": sorted(eos_ids), "pad_token_id": tokenizer.pad_token_id}
+        policy.generation_config = transformers.GenerationConfig(bos_token_id=tokenizer.bos_token_id, **ends)
         policy.save_pretrained(output_dir / "final.tmp", state_dict=weights)
         tokenizer.save_pretrained(output_dir / "final.tmp")
         shutil.rmtree(output_dir / "final", ignore_errors=True)

@@ -132,7 +132,7 @@ def token_logps(model, input_ids, mask, temperature: float = 1.0, chunk_size: in
     if selected[:, 0].any():
         raise ValueError("token_logps: the first token of a sequence has no prediction; prepend a prompt or BOS token")
     head, config = model.get_output_embeddings(), model.config.get_text_config()
-    for name in ("logit_scale", "logits_scaling"):
+    for name in ("logit_scale", "logits_scaling", "logits_soft_cap", "lm_head_multiplier", "output_multiplier"):
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"token_logps: models with config.{name} (here {getattr(config, name)}) are not supported")
     softcap = getattr(config, "final_logit_softcapping", None)
@@ -396,14 +396,15 @@ def load_reward_model(name: str, dtype: torch.dtype, device: torch.device, trust
     """
     load = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     model = AutoModelForSequenceClassification.from_pretrained(name, **load).to(device).eval()
-    if model.config.num_labels != 1:
+    if model.config.num_labels != 1 and not trust_remote_code:  # remote code such as ArmoRM's has its own `score`
         raise ValueError(f"the model has {model.config.num_labels} outputs, and a reward model has one")
     return model, AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 @torch.no_grad()
 def reward_scores(model, tokenizer, samples: list[tuple], batch_tokens: int = 16384) -> torch.Tensor:
-    """Scores of a sequence-classification reward model with one output, shared out over the ranks.
+    """Scores of a sequence-classification reward model, shared out over the ranks: its one output, or the `score` that
+    a model with code of its own returns (ArmoRM).
 
     Args:
         model: an `AutoModelForSequenceClassification` with one label, the same on every rank.
@@ -423,11 +424,13 @@ def reward_scores(model, tokenizer, samples: list[tuple], batch_tokens: int = 16
             text = tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=not finished)
             encoded.append(tokenizer(text, add_special_tokens=False).input_ids)
         else:
+            if not isinstance(prompt, str):
+                prompt = "\n".join(message["content"] for message in prompt)
             encoded.append(tokenizer(prompt + completion + (tokenizer.eos_token or "") * finished).input_ids)
     order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]), reverse=True)
     scores = torch.zeros(len(encoded), dtype=torch.float64, device=device)
     config, start, turn = model.config.get_text_config(), 0, 0
-    pad_id = config.pad_token_id
+    pad_id = config.pad_token_id if (config.pad_token_id or 0) >= 0 else None
     while start < len(order):
         batch = order[start : start + max(1, batch_tokens // len(encoded[order[start]]))]
         start, turn = start + len(batch), turn + 1
@@ -441,16 +444,17 @@ def reward_scores(model, tokenizer, samples: list[tuple], batch_tokens: int = 16
             [encoded[i] + [config.pad_token_id] * (width - len(encoded[i])) for i in batch], device=device
         )
         attention_mask = torch.tensor([[1] * len(encoded[i]) + [0] * (width - len(encoded[i])) for i in batch])
-        logits = model(input_ids=input_ids, attention_mask=attention_mask.to(device)).logits  # (b, 1)
-        scores[batch] = logits[:, 0].double()
+        output = model(input_ids=input_ids, attention_mask=attention_mask.to(device))
+        score = output.score if hasattr(output, "score") else output.logits  # (b,) or (b, 1)
+        scores[batch] = score.double().view(len(batch))
     dist.all_reduce(scores)
     return scores.cpu()
 
 
 def mean_and_se(values) -> tuple[float, float]:
-    """Mean and standard error of the mean (sample standard deviation / √n; nan for a single value)."""
+    """Mean and standard error of the mean (sample standard deviation / √n; 0 for a single value, which has none)."""
     values = torch.as_tensor(values, dtype=torch.float64)
-    return values.mean().item(), (values.std() / math.sqrt(len(values))).item()
+    return values.mean().item(), (values.std(correction=min(1, len(values) - 1)) / math.sqrt(len(values))).item()
 
 
 def win_rate(rewards, baseline) -> torch.Tensor:

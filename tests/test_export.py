@@ -1,6 +1,7 @@
 """What a run leaves behind: final/, its dtype and ties, and the files beside it."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -22,7 +23,12 @@ def bf16_policy(tmp_path_factory, tied_policy):
 
 
 def test_final_loads_with_the_dtype_and_the_ties_of_the_initial_model(tmp_path, bf16_policy):
-    run_ranks(2, [[*RUN, "--model", bf16_policy, "--output-dir", str(tmp_path / "run")]])
+    """And it is evaluated as exported: sampling from it agrees with the policy, or the run would stop."""
+    evaluation = ["--eval-dataset", str(TOY / "prompts_test.jsonl.gz"), "--eval-samples", "32", "--engine", "hf"]
+    judge = ["--reward-model", str(TOY / "reward_model")]
+    run_ranks(2, [[*RUN, "--model", bf16_policy, *evaluation, *judge, "--output-dir", str(tmp_path / "run")]])
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert {"eval/reward", "eval/win_rate"} <= set(summary["after"]) and "eval/margin" not in summary["after"]
     initial, final = (AutoModelForCausalLM.from_pretrained(f) for f in (bf16_policy, tmp_path / "run" / "final"))
     assert type(final) is type(initial) and final.dtype == torch.bfloat16
     assert final.lm_head.weight.data_ptr() == final.model.embed_tokens.weight.data_ptr()
@@ -41,6 +47,28 @@ def test_every_documented_metric_is_logged_from_step_0(tmp_path):
     for key in METRICS:
         assert [event.value for event in events.Scalars(key)] == pytest.approx([step[key] for step in steps], rel=1e-5)
     assert (tmp_path / "run" / "checkpoints" / "step-3" / "state.json").exists()
+
+
+def test_sampling_defaults_of_the_model_neither_leak_nor_break_the_export(tmp_path):
+    """A repetition penalty, or a temperature without do_sample, belongs to nobody's experiment."""
+    odd = tmp_path / "odd"
+    shutil.copytree(TOY / "policy", odd)
+    defaults = json.loads((odd / "generation_config.json").read_text())
+    (odd / "generation_config.json").write_text(json.dumps(defaults | {"temperature": 0.9, "repetition_penalty": 5.0}))
+    judge = [
+        "--reward-model",
+        str(TOY / "reward_model"),
+        "--eval-dataset",
+        PAIRS,
+        "--engine",
+        "hf",
+        "--eval-samples",
+        "16",
+    ]
+    for name, model in (("plain", str(TOY / "policy")), ("odd", str(odd))):
+        run_ranks(1, [[*RUN, "--model", model, *judge, "--output-dir", str(tmp_path / name)]])
+    assert (tmp_path / "plain" / "summary.json").read_text() == (tmp_path / "odd" / "summary.json").read_text()
+    assert "repetition_penalty" not in (tmp_path / "odd" / "final" / "generation_config.json").read_text()
 
 
 def test_gradient_checkpointing_changes_nothing(tmp_path):

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from conftest import PAIRS, ROOT, SHARED, metrics, run_ranks, start_ranks
+from conftest import PAIRS, ROOT, SHARED, TOY, metrics, run_ranks, start_ranks
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from dpo_humanline import Args, Pair, best_against_worst, validate
-from utils import mean_and_se, win_rate
+from utils import load_reward_model, mean_and_se, reward_scores, win_rate
 
 RUN = ["--online", "--engine", "hf", "--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "16", "--k", "3"]
 RUN += ["--round-prompts", "10", "--batch-size", "8", "--num-steps", "11", "--max-new-tokens", "12"]
@@ -220,3 +220,30 @@ def test_a_real_model_and_real_prompts_go_through_a_round(tmp_path):
             assert ids[-1] in (1, 2) or len(ids) == min(300, 400 - len(pair.prompt_ids))
     final = json.loads((tmp_path / "run" / "final" / "generation_config.json").read_text())
     assert 1 in final["eos_token_id"]
+
+
+def test_reward_scores_render_the_conversation_and_read_the_last_token(one_rank):
+    """Against one forward pass per conversation; unfinished completions have no end of turn; the order is kept."""
+    model, tokenizer = load_reward_model(str(TOY / "reward_model"), torch.float32, torch.device("cpu"), False)
+    turns = [("for king", "rose lily", True), ("for queen", "fern", False), ("for boy", "aster iris tulip daisy", True)]
+    expected = []
+    for prompt, completion, finished in turns:
+        text = f"<|user|> {prompt} <|end|> <|assistant|> {completion}" + " <|end|>" * finished
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+        with torch.no_grad():
+            expected.append(model(input_ids=ids).logits.item())
+    for pad_id in (model.config.pad_token_id, None):  # a reward model without a pad token is handled
+        model.config.pad_token_id = pad_id
+        assert reward_scores(model, tokenizer, turns).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_score_of_a_reward_model_with_its_own_code_is_used(one_rank):
+    class Output:
+        logits, score = torch.zeros(2, 19), torch.tensor([0.25, -1.0])
+
+    model, tokenizer = load_reward_model(str(TOY / "reward_model"), torch.float32, torch.device("cpu"), False)
+    model.forward = lambda **inputs: Output
+    assert sorted(reward_scores(model, tokenizer, [("for king", "rose", True), ("for boy", "iris", True)])) == [
+        -1,
+        0.25,
+    ]

@@ -50,6 +50,13 @@ def test_one_two_and_four_ranks_and_all_layouts_agree_on_the_toy(toy_runs, varia
             agree(toy_runs[variant, 1, 0], steps)
 
 
+def test_three_ranks_agree_with_one_although_thirds_are_not_exact(tmp_path):
+    run = [*TOY_RUN, "--batch-size", "12", "--k", "1", "--adam-eps", "1e-8"]
+    run_ranks(1, [[*run, "--output-dir", str(tmp_path / "one")]])
+    run_ranks(3, [[*run, "--micro-batch-size", "2", "--output-dir", str(tmp_path / "three")]])
+    agree(metrics(tmp_path / "one"), metrics(tmp_path / "three"), tolerance=1e-9)
+
+
 def test_the_variants_are_different_runs(toy_runs):
     finals = {toy_runs[variant, 1, 0][-1]["loss"] for variant in VARIANTS}
     assert len(finals) == len(VARIANTS)
