@@ -53,6 +53,15 @@ def test_online_rounds_run_with_vllm(tmp_path, ranks, variant):
     assert len({step["rollout/reward_mean"] for step in steps}) == steps[-1]["rollout/round"] > 1
 
 
+def test_online_kto_runs_with_vllm_on_two_ranks(tmp_path):
+    run = ["--online", "--engine", "vllm", "--eval-samples", "16", "--round-prompts", "40", "--num-steps", "2"]
+    run += ["--max-new-tokens", "40", "--checkpoint-every", "0", "--output-dir", str(tmp_path / "run")]
+    output = run_ranks(2, [run], script="kto_humanline")
+    steps = metrics(tmp_path / "run")
+    assert "sampling with vLLM" in output and [step["rollout/round"] for step in steps] == [1, 2]
+    assert all(step["rollout/logp_diff_max"] < 1e-4 for step in steps)
+
+
 def test_auto_takes_vllm_where_it_is_installed(tmp_path):
     run = [
         "--dataset",
