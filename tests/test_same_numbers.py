@@ -11,11 +11,7 @@ VARIANTS = {
 }
 TOY_RUN = ["--num-steps", "10", "--dataset", PAIRS, "--warmup-fraction", "0.2", "--checkpoint-every", "0"]
 LAYOUTS = {
-    1: [
-        [],
-        ["--micro-batch-size", "8"],
-        ["--micro-batch-size", "32", "--no-group-by-length", "--pad-to-multiple-of", "16"],
-    ],
+    1: [[], ["--micro-batch-size", "8", "--pad-to-multiple-of", "16"]],
     2: [["--micro-batch-size", "2"], ["--no-group-by-length"]],
     4: [["--micro-batch-size", "4", "--pad-to-multiple-of", "7"]],
 }
