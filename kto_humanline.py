@@ -967,6 +967,8 @@ def main(args: Args) -> None:
         for key, value in sums.items():  # a batch without desirable examples has no mean of their rewards
             count = counts.get(key.split("/")[0], counts.get(key.split("/")[-1], args.batch_size))
             metrics |= {key: value / count} if count else {}
+        for key in [key for key in metrics if key.endswith("desirable")]:  # under DPO's names too
+            metrics[key.replace("undesirable", "rejected").replace("desirable", "chosen")] = metrics[key]
         if {"rewards/desirable", "rewards/undesirable"} <= metrics.keys():
             metrics["rewards/margins"] = metrics["rewards/desirable"] - metrics["rewards/undesirable"]
         metrics |= {"humanline/steps_since_sync": reference_age, "grad_norm": grad_norm, "lr": lr}

@@ -230,6 +230,7 @@ def test_one_class_only_is_warned_about_and_trains(tmp_path):
     assert "warning: " in output and "only desirable examples" in output and "paper" in output
     steps = metrics(tmp_path / "run")
     assert "rewards/undesirable" not in steps[0] and steps[-1]["rewards/desirable"] > 0
+    assert "rewards/rejected" not in steps[0] and steps[-1]["rewards/chosen"] == steps[-1]["rewards/desirable"]
 
 
 ONLINE = ["--online", "--engine", "hf", "--round-prompts", "12", "--max-new-tokens", "40", "--eval-samples", "16"]
