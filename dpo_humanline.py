@@ -199,6 +199,8 @@ def fail(message: str):
     if os.environ.get("RANK", "0") != "0":
         time.sleep(30)  # torchrun ends this rank as soon as rank 0 is gone; one that failed alone speaks up after all
     print(f"error: {message}", file=sys.stderr, flush=True)
+    if dist.is_initialized() and dist.get_backend() == "gloo":  # its threads could abort the interpreter's exit
+        dist.destroy_process_group()
     raise SystemExit(1)
 
 
@@ -449,6 +451,8 @@ def sample(args: Args, engine, policy, prompts: list, count: int, seed: tuple, t
     values["finished"] = torch.tensor(finished).double()
     if judge:
         values["reward"] = reward_scores(*judge, list(zip([pair.prompt for pair in repeated], texts, finished)))
+        if not values["reward"].isfinite().all():
+            fail(f"--reward-model {args.reward_model} gives scores that are not finite")
     metrics = {f"rollout/{key}_mean": value.mean().item() for key, value in values.items()}
     metrics |= {"rollout/logp_diff_mean": mean, "rollout/logp_diff_max": largest}
     return ids, texts, values, metrics | {"perf/rollout_time": time.perf_counter() - started}
@@ -680,8 +684,9 @@ def main(args: Args) -> None:
     if args.eval_dataset:
         eval_pairs, told = load_pairs(args, "--eval-dataset", args.eval_dataset, args.eval_split, tokens, None)
         say(told)
-    if not args.online and len(pairs) < args.batch_size:
-        fail(f"--dataset {args.dataset}: {len(pairs)} pairs are less than one --batch-size {args.batch_size}; lower it")
+    if len(pairs) < args.batch_size:
+        kind = "prompts" if args.online else "pairs"
+        fail(f"--dataset {args.dataset}: {len(pairs)} {kind} are less than a --batch-size {args.batch_size}; lower it")
     prompts = eval_pairs[: args.eval_samples]
     eval_pairs = [pair for pair in eval_pairs if pair.chosen_ids]  # none if there are only prompts
     if args.eval_outputs and not prompts:

@@ -201,6 +201,8 @@ def fail(message: str):
     if os.environ.get("RANK", "0") != "0":
         time.sleep(30)  # torchrun ends this rank as soon as rank 0 is gone; one that failed alone speaks up after all
     print(f"error: {message}", file=sys.stderr, flush=True)
+    if dist.is_initialized() and dist.get_backend() == "gloo":  # its threads could abort the interpreter's exit
+        dist.destroy_process_group()
     raise SystemExit(1)
 
 
@@ -368,18 +370,19 @@ def read_groups(rows: list[dict], prompts_only: bool) -> list[tuple]:
         return [(number, prompt, completions, [1.0, 0.0]) for number, prompt, *completions in preferences]
     groups = []
     for number, row in enumerate(rows, 1):
-        prompt, completions, scores = (row.get(name) for name in ("prompt", "completions", "scores"))
-        if prompt is None:
-            raise ValueError(f"row {number} has no 'prompt'; the columns are {', '.join(rows[0])}")
+        if missing := [name for name in ("prompt", "completions", "scores") if row.get(name) is None]:
+            raise ValueError(f"row {number} has no {missing[0]!r}; the columns are {', '.join(rows[0])}")
+        prompt, completions, scores = row["prompt"], row["completions"], row["scores"]
         if not isinstance(completions, list) or not isinstance(scores, list) or len(completions) != len(scores):
             raise ValueError(f"row {number}: completions and scores must be lists of one length: a score for each")
-        if len(completions) != len(rows[0]["completions"]) or len(completions) < 2:
+        if len(completions) < 2:
+            raise ValueError(f"row {number} has {len(completions)} completions; a group needs at least 2")
+        if len(completions) != (first := len(rows[0]["completions"])):
             raise ValueError(
-                f"row {number} has {len(completions)} completions and row 1 has {len(rows[0]['completions'])}; all "
-                "groups must be of one size, at least 2"
+                f"row {number} has {len(completions)} completions and row 1 has {first}; groups must be of one size"
             )
         if bad := [score for score in scores if type(score) not in (int, float) or not math.isfinite(score)]:
-            raise ValueError(f"row {number}: scores must be finite numbers, not {bad[0]}")
+            raise ValueError(f"row {number}: scores must be finite numbers, not {bad[0]!r}")
         groups.append((number, prompt, completions, scores))
     return groups
 
@@ -388,7 +391,8 @@ def group_advantages(rewards: list[float]) -> list[float]:
     """(R - mean) / std within the group, with the population's std (equation 1): ±1 for two; 0 where all are equal."""
     if max(rewards) == min(rewards):
         return [0.0] * len(rewards)
-    rewards = np.array(rewards)
+    rewards = np.array(rewards, dtype=float) - min(rewards)
+    rewards /= rewards.max()  # 0 to 1 changes no advantage: exactly ±1 for two, and no square is too small for a float
     return ((rewards - rewards.mean()) / rewards.std()).tolist()
 
 
@@ -415,7 +419,8 @@ def load_groups(args: Args, flag: str, name: str, split: str, tokens: tuple, siz
         for number, prompt, completions, scores in read_groups(rows, prompts_only):
             if size not in (None, 2, len(completions)) and not prompts_only:
                 raise ValueError(
-                    f"groups of {len(completions)}; --group-size can be {len(completions)} or 2, not {size}"
+                    f"{len(completions)} completions; --group-size {size} must be as many, or 2 for the best and the "
+                    "worst; leave it out"
                 )
             prompt, _ = to_text(tokenizer, prompt, "")
             texts = [to_text(tokenizer, prompt, completion)[1] for completion in completions]
@@ -446,7 +451,8 @@ def load_groups(args: Args, flag: str, name: str, split: str, tokens: tuple, siz
     told = f"{sum(dropped.values())} dropped {dict(dropped) or ''}"
     if not groups:
         fail(f"{flag} {name}: no {'prompt' if prompts_only else 'group'} is left to train on; {told}")
-    kind = "prompts" if prompts_only else f"groups of {len(groups[0])}"
+    ties = sum(not any(example.advantage for example in group) for group in groups)
+    kind = "prompts" if prompts_only else f"groups of {len(groups[0])}, {ties} of them with equal scores"
     return groups, f"{flag} {name}: {len(groups)} {kind}, {told}"
 
 
@@ -487,6 +493,8 @@ def sample(args: Args, engine, policy, prompts: list, count: int, seed: tuple, t
     values["finished"] = torch.tensor(finished).double()
     if judge:
         values["reward"] = reward_scores(*judge, list(zip([pair.prompt for pair in repeated], texts, finished)))
+        if not values["reward"].isfinite().all():
+            fail(f"--reward-model {args.reward_model} gives scores that are not finite")
     metrics = {f"rollout/{key}_mean": value.mean().item() for key, value in values.items()}
     metrics |= {"rollout/logp_diff_mean": mean, "rollout/logp_diff_max": largest}
     return ids, texts, values, metrics | {"perf/rollout_time": time.perf_counter() - started}
@@ -498,6 +506,7 @@ def sample(args: Args, engine, policy, prompts: list, count: int, seed: tuple, t
 # === Loss ============================================================================================================
 
 
+# --- shared: grpo_loss
 def grpo_loss(clipped, log_ratio, advantages, beta: float, epsilon: float):
     """Equation 1 for every token: -min(A·ratio, A·clamp(ratio, 1-ε, 1+ε)) + β·k3.
 
@@ -514,6 +523,9 @@ def grpo_loss(clipped, log_ratio, advantages, beta: float, epsilon: float):
     loss = beta * k3 - torch.minimum(A * ratio, A * ratio.clamp(1 - epsilon, 1 + epsilon))
     removed = (A > 0) & (ratio > 1 + epsilon) | (A < 0) & (ratio < 1 - epsilon)
     return loss, ratio.detach(), k3.detach(), removed
+
+
+# --- end shared: grpo_loss
 
 
 # --- shared: humanline
@@ -711,7 +723,7 @@ def main(args: Args) -> None:
     if args.eval_dataset:  # pairs: the best and the worst
         eval_groups, told = load_groups(args, "--eval-dataset", args.eval_dataset, args.eval_split, tokens, 2, None)
         say(told)
-    eval_pairs = [group for group in eval_groups if len(group) == 2]  # none if there are only prompts
+    eval_pairs = [group for group in eval_groups if group[0].advantage]  # none if there are only prompts
     evaluated = [pair[side] for side in (0, 1) for pair in eval_pairs]  # the better ones first
     prompts = [group[0] for group in eval_groups[: args.eval_samples]]
     if args.eval_outputs and not prompts:
@@ -724,12 +736,11 @@ def main(args: Args) -> None:
     if args.batch_size % size:
         fail(
             f"--batch-size {args.batch_size} is not a multiple of {size}, the sequences of a group, which stay in one "
-            f"step: {args.batch_size // size * size or size} is, and see --group-size"
+            f"step; make it a multiple of {math.lcm(size, world * (args.micro_batch_size or 1))}, or see --group-size"
         )
-    if not args.online and len(groups) * size < args.batch_size:
+    if len(groups) * size < args.batch_size:
         fail(
-            f"--dataset {args.dataset}: {len(groups) * size} sequences are less than one --batch-size "
-            f"{args.batch_size}; lower it"
+            f"--dataset {args.dataset}: {len(groups)} groups of {size} are less than one --batch-size {args.batch_size}"
         )
 
     # --- models
@@ -935,8 +946,8 @@ def main(args: Args) -> None:
             bar.close()
             fail(
                 f"step {step}: the loss is {sums['loss'] / batch_tokens} and the gradient norm {grad_norm}; rows of "
-                f"--dataset: {sorted(sum(rows, []))}. The update was not made, and the last checkpoint in {output_dir} "
-                "stays. Look at these rows, or lower --lr or --max-grad-norm"
+                f"--dataset: {sorted(set(sum(rows, [])))}. The update was not made, and the last checkpoint in "
+                f"{output_dir} stays. Look at these rows, or lower --lr or --max-grad-norm"
             )
 
         reference_age, before_sync = step - last_sync, clock()

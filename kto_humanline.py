@@ -201,6 +201,8 @@ def fail(message: str):
     if os.environ.get("RANK", "0") != "0":
         time.sleep(30)  # torchrun ends this rank as soon as rank 0 is gone; one that failed alone speaks up after all
     print(f"error: {message}", file=sys.stderr, flush=True)
+    if dist.is_initialized() and dist.get_backend() == "gloo":  # its threads could abort the interpreter's exit
+        dist.destroy_process_group()
     raise SystemExit(1)
 
 
@@ -453,6 +455,8 @@ def sample(args: Args, engine, policy, prompts: list, count: int, seed: tuple, t
     values["finished"] = torch.tensor(finished).double()
     if judge:
         values["reward"] = reward_scores(*judge, list(zip([pair.prompt for pair in repeated], texts, finished)))
+        if not values["reward"].isfinite().all():
+            fail(f"--reward-model {args.reward_model} gives scores that are not finite")
     metrics = {f"rollout/{key}_mean": value.mean().item() for key, value in values.items()}
     metrics |= {"rollout/logp_diff_mean": mean, "rollout/logp_diff_max": largest}
     return ids, texts, values, metrics | {"perf/rollout_time": time.perf_counter() - started}
@@ -700,7 +704,7 @@ def main(args: Args) -> None:
     per_group = 2 if args.online else len(groups[0])
     if args.batch_size % per_group:
         fail(f"--batch-size {args.batch_size} is odd, and a pair is two examples that stay in one step; make it even")
-    if not args.online and len(groups) * per_group < args.batch_size:
+    if len(groups) * per_group < args.batch_size:
         fail(
             f"--dataset {args.dataset}: {len(groups) * per_group} examples are less than one --batch-size "
             f"{args.batch_size}; lower it"
@@ -764,8 +768,8 @@ def main(args: Args) -> None:
         if evaluated:
             logps = sequence_logps(policy, example_sequences(evaluated), pad_id, device)
             rewards = args.beta * (logps - initial.setdefault("logps", logps))
-            if bad := [example.row for example, r in zip(evaluated, rewards.tolist()) if not math.isfinite(r)]:
-                fail(f"--eval-dataset: not finite at rows {bad[:20]}. Look at --model, or lower --lr")
+            if bad := {example.row for example, r in zip(evaluated, rewards.tolist()) if not math.isfinite(r)}:
+                fail(f"--eval-dataset: not finite at rows {sorted(bad)[:20]}. Look at --model, or lower --lr")
             desirable = torch.tensor([example.desirable for example in evaluated])
             gains = torch.where(desirable, rewards, -rewards)
             values["eval/loss"] = torch.where(
@@ -855,6 +859,7 @@ def main(args: Args) -> None:
         # z_0: one value for the whole global batch, before the first backward pass
         mismatched = mismatched_sequences(batch)
         if not mismatched:
+            bar.close()
             fail(
                 f"step {step}: all {len(batch)} examples of the batch have the same prompt; z_0 needs completions of "
                 "other prompts; raise --batch-size or mix the data"
@@ -874,7 +879,7 @@ def main(args: Args) -> None:
         dist.all_reduce(z_0)
         z_0 = max(z_0.item() / args.batch_size, 0.0)
 
-        mine, losses, sums = batch[rank::world], [], defaultdict(float)
+        mine, own_rewards, sums = batch[rank::world], [], defaultdict(float)
         for start in range(0, per_rank, micro_batch_size):
             part = mine[start : start + micro_batch_size]
             # On CUDA every microbatch is reduced at once: whole gradients in fp32 would not fit beside a large model.
@@ -900,7 +905,7 @@ def main(args: Args) -> None:
             loss, rewards = kto_loss(clipped, mask, desirable, z_0, args.beta, args.lambda_D, args.lambda_U)  # (B,)
             (loss.sum() / args.batch_size).backward()
 
-            losses.append(loss.detach())
+            own_rewards.append(rewards)  # not the losses: through z_0 one bad row makes them all NaN
             gain = torch.where(desirable, rewards - args.beta * z_0, args.beta * z_0 - rewards)
             sequence = (logps * mask).sum(-1)
             for key, value in {
@@ -930,15 +935,16 @@ def main(args: Args) -> None:
         dist.all_reduce(squares)
         torch.nn.utils.clip_grads_with_norm_(policy.parameters(), args.max_grad_norm, squares.sqrt().float())
         grad_norm = squares.sqrt().item()
-        if not math.isfinite(sums["loss"]) or not math.isfinite(grad_norm):
-            bad = [example.row for example, value in zip(mine, torch.cat(losses).tolist()) if not math.isfinite(value)]
+        if not all(map(math.isfinite, (z_0, sums["loss"], grad_norm))):
+            bad = [x.row for x, reward in zip(mine, torch.cat(own_rewards).tolist()) if not math.isfinite(reward)]
             rows = [None] * world
-            dist.all_gather_object(rows, bad if not math.isfinite(sums["loss"]) else [example.row for example in mine])
+            dist.all_gather_object(rows, bad)
+            rows = set(sum(rows, [])) or {example.row for example in batch}
             bar.close()
             fail(
-                f"step {step}: the loss is {sums['loss'] / args.batch_size} and the gradient norm {grad_norm}; rows of "
-                f"--dataset: {sorted(sum(rows, []))}. The update was not made, and the last checkpoint in {output_dir} "
-                "stays. Look at these rows, or lower --lr or --max-grad-norm"
+                f"step {step}: the loss is {sums['loss'] / args.batch_size}, z_0 {z_0} and the gradient norm "
+                f"{grad_norm}; rows of --dataset: {sorted(rows)}. The update was not made, and the last checkpoint in "
+                f"{output_dir} stays. Look at these rows, or lower --lr or --max-grad-norm"
             )
 
         reference_age, before_sync = step - last_sync, clock()

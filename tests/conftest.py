@@ -1,21 +1,26 @@
 """Runs the scripts for real, in one or several ranks, and reads what they wrote."""
 
 import json
+import multiprocessing.forkserver
 import os
 import socket
-import subprocess
 import sys
+import tempfile
+import time
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
+from start_worker import start_worker
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"  # real data, where there is any
 TOY = ROOT / "toy" / "bouquets"
 PAIRS = str(ROOT / "tests" / "pairs.jsonl")  # the first 128 pairs of the toy, for short runs
+SCRIPTS = ["dpo_humanline", "kto_humanline", "grpo_humanline"]
 sys.path.insert(0, str(ROOT))
-torch.set_num_threads(1)
+os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}  # before torch; for the ranks too
 
 
 def free_port() -> int:
@@ -24,33 +29,78 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start_ranks(ranks, runs, worker="worker.py", script="dpo_humanline") -> list[subprocess.Popen]:
+@cache
+def context():
+    """Ranks are forks of a server that has imported the scripts once: imports take ten times as long as a short run.
+    CUDA and vLLM do not survive a fork; where they are, every rank is a new interpreter."""
+    import torch
+
+    if find_spec("vllm") or torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([*SCRIPTS, "math_verify", "start_worker", "transformers.models.llama.modeling_llama"])
+    return server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server():
+    """Starts it before a test starts a fork server of its own, which would be the only one and lack the imports."""
+    if context().get_start_method() == "forkserver":
+        multiprocessing.forkserver.ensure_running()
+
+
+def pytest_sessionfinish():
+    """Python would wait for the ranks that a failed test has left behind."""
+    for process in multiprocessing.active_children():
+        process.kill()
+
+
+def start_ranks(ranks, runs, worker="worker.py", script="dpo_humanline") -> list[multiprocessing.Process]:
     """Starts tests/<worker> in every rank; it runs main of `script` once for each argument list of `runs`."""
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {
-        "OMP_NUM_THREADS": "1"
-    }
-    env |= {"PORTS": json.dumps([free_port() for _ in runs]), "MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
-    env["SCRIPT"] = script
-    command = [sys.executable, str(ROOT / "tests" / worker), json.dumps(runs)]
-    return [
-        subprocess.Popen(
-            command,
-            env=env | ({"RANK": str(r), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(r)} if ranks > 1 else {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for r in range(ranks)
-    ]
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env |= {"PORTS": json.dumps([free_port() for _ in runs]), "MASTER_ADDR": "127.0.0.1", "SCRIPT": script}
+    processes = []
+    for r in range(ranks):
+        own = {"RANK": str(r), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(r)} if ranks > 1 else {}
+        descriptor, output = tempfile.mkstemp(suffix=".rank")
+        os.close(descriptor)
+        arguments = (str(ROOT / "tests" / worker), json.dumps(runs), env | own, output)
+        processes.append(context().Process(target=start_worker, args=arguments, name=output))
+        processes[-1].start()
+    return processes
+
+
+def finish(processes, timeout=280) -> list[str]:
+    """The outputs of ranks that have ended, or are killed when the time is over."""
+    deadline = time.monotonic() + timeout
+    for process in processes:
+        process.join(max(0, deadline - time.monotonic()))
+    late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    outputs = []
+    for process in processes:
+        process.kill()
+        process.join()
+        outputs.append(Path(process.name).read_text())
+        Path(process.name).unlink()
+    assert not late, f"ranks {late} took more than {timeout} s:\n" + "\n".join(output[-3000:] for output in outputs)
+    return outputs
 
 
 def run_ranks(ranks, runs, worker="worker.py", script="dpo_humanline", timeout=280) -> str:
     """Output of rank 0; every rank must succeed."""
     processes = start_ranks(ranks, runs, worker, script)
-    outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    outputs = finish(processes, timeout)
     for process, output in zip(processes, outputs):
-        assert process.returncode == 0, output[-3000:]
+        assert process.exitcode == 0, output[-3000:]
     return outputs[0]
+
+
+def refused(arguments, worker="worker.py", script="dpo_humanline") -> str:
+    """What a run of one rank says that must stop with an error."""
+    (process,) = start_ranks(1, [arguments], worker, script)
+    (output,) = finish([process])
+    assert process.exitcode == 1 and "Traceback" not in output, output[-3000:]
+    return output[output.index("error: ") :]
 
 
 def metrics(folder: Path, without_perf: bool = False) -> list[dict]:

@@ -1,37 +1,90 @@
 """Bad input ends the run with one paragraph that names the flag or the file, says what to do, and leaves no trace.
 
+The tests are for every script, but for those marked otherwise, and differ in the words and numbers given first.
 Most runs get a model folder without weights: a message about anything else came before a model was loaded.
 """
 
 import gzip
+import importlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from typing import NamedTuple
 
 import datasets
 import pytest
 import torch.distributed as dist
 import tyro
-from conftest import ROOT, TOY
+from conftest import ROOT, SCRIPTS, TOY
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-import dpo_humanline
 
+class Words(NamedTuple):
+    """What a script calls things."""
+
+    pair: int  # how much a pair adds to --batch-size
+    four_pairs: str
+    left: str  # one of what it trains on
+    filtered: str  # what --min-avg-logp drops
+
+
+WORDS = {
+    "dpo_humanline": Words(1, "4 pairs", "pair", "pairs"),
+    "kto_humanline": Words(2, "8 examples", "example", "rows"),
+    "grpo_humanline": Words(2, "4 groups of 2", "group", "groups"),
+}
+RANGES = {  # flags with values out of range
+    "--k": (0, -1),
+    "--log-epsilon-P": (0, 1.5, "nan"),
+    "--log-epsilon-R": (0, -1.5, "nan"),
+    "--lr": (0, -1e-3, "nan", "inf"),
+    "--warmup-fraction": (-0.1, 1.1, "nan"),
+    "--batch-size": (0, -2),
+    "--micro-batch-size": (0, -1),
+    "--num-steps": (0,),
+    "--max-length": (0,),
+    "--max-prompt-length": (0,),
+    "--max-grad-norm": (0, "nan"),
+    "--adam-eps": (0,),
+    "--weight-decay": (-1, "nan"),
+    "--checkpoint-every": (-1,),
+    "--seed": (-1,),
+    "--temperature": (-1, "nan"),
+    "--top-p": (0, 1.1, "nan"),
+}
+OWN_RANGES = {
+    "dpo_humanline": {"--beta": (0, -0.1, "nan", "inf")},
+    "kto_humanline": {"--beta": (0, -0.1, "nan", "inf"), "--lambda-D": (0, "nan"), "--lambda-U": (0, -1, "inf")},
+    "grpo_humanline": {"--beta": (-0.1, "nan", "inf"), "--epsilon": (0, "nan", "inf"), "--group-size": (0, 1)},
+}
 ROWS = [
     {"prompt": f"for {who}", "chosen": "rose iris", "rejected": "holly"} for who in ("king", "queen", "duke", "boy")
 ]
 USER = {"role": "user", "content": "for king"}
 ROSE, IRIS = ({"role": "assistant", "content": flower} for flower in ("rose", "iris"))
 
+dpo_alone = pytest.mark.parametrize("script", ["dpo_humanline"], indirect=True)
+kto_alone = pytest.mark.parametrize("script", ["kto_humanline"], indirect=True)
 
-def main(*arguments) -> None:
+
+@pytest.fixture(scope="module", params=SCRIPTS)
+def script(request):
+    return importlib.import_module(request.param)
+
+
+@pytest.fixture(scope="module")
+def words(script) -> Words:
+    return WORDS[script.__name__]
+
+
+def main(script, *arguments) -> None:
     """The script in this process; its process group is gone afterwards."""
     try:
-        dpo_humanline.main(tyro.cli(dpo_humanline.Args, args=[str(argument) for argument in arguments]))
+        script.main(tyro.cli(script.Args, args=[str(argument) for argument in arguments]))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -83,12 +136,12 @@ def dataset(tmp_path):
 
 
 @pytest.fixture
-def message(capsys):
+def message(capsys, script):
     """Runs the script with exactly these arguments; it must fail, and this is what it says, in one paragraph."""
 
     def run(*arguments) -> str:
         with pytest.raises(SystemExit) as stop:
-            main(*arguments)
+            main(script, *arguments)
         assert stop.value.code == 1
         text = capsys.readouterr().err.partition("error: ")[2]
         assert text.strip() and "\n\n" not in text.strip()
@@ -98,12 +151,12 @@ def message(capsys):
 
 
 @pytest.fixture
-def refused(message, weightless, good, tmp_path):
+def refused(message, words, weightless, good, tmp_path):
     """Like `message`, for a run that is fine but for `arguments`, and that must write nothing."""
 
     def run(*arguments) -> str:
         fine = {"--model": weightless, "--dataset": good, "--output-dir": tmp_path / "run"}
-        fine |= {"--batch-size": 2, "--num-steps": 2, "--eval-samples": 0}
+        fine |= {"--batch-size": 2 * words.pair, "--num-steps": 2, "--eval-samples": 0}
         before = contents(tmp_path)
         text = message(*(part for pair in fine.items() for part in pair), *arguments)
         assert contents(tmp_path) == before
@@ -214,19 +267,21 @@ def test_one_number_among_strings_names_its_line(refused, dataset):
     assert f"--dataset {path}, line 5: content must be a string, not int" in refused("--dataset", path)
 
 
+@dpo_alone  # KTO's are in test_kto.py
 @pytest.mark.parametrize("label", ["false", None, 0.5])
 def test_label_that_is_not_a_truth_value_is_refused(refused, dataset, label):
     rows = [{"prompt": "for king", "completion": c, "label": ok} for c, ok in (("rose", label), ("iris", label))]
     assert "label must be" in refused("--dataset", dataset(lines(*rows)), "--batch-size", 1)
 
 
-def test_no_row_left_says_how_many_were_dropped_and_why(refused, dataset):
+def test_no_row_left_says_how_many_were_dropped_and_why(refused, words, dataset):
     rows = [ROWS[0] | {"rejected": "rose iris"}, ROWS[0] | {"chosen": " "}, ROWS[0] | {"rejected": ""}]
     text = refused("--dataset", dataset(lines(*rows)))
-    assert "no pair is left" in text and "3 dropped" in text
-    assert "'chosen equals rejected': 1" in text and "'empty completion': 2" in text
+    assert f"no {words.left} is left" in text and "3 dropped" in text
+    assert re.search("equal.*': 1", text) and "'empty completion': 2" in text
 
 
+@dpo_alone
 def test_no_unpaired_row_with_a_partner_says_how_many_had_none(refused, dataset):
     rows = [{"prompt": f"for {who}", "completion": "rose", "label": True} for who in ("king", "queen", "duke")]
     text = refused("--dataset", dataset(lines(*rows)))
@@ -239,51 +294,39 @@ def test_conversation_without_a_chat_template_names_the_flag(refused, dataset, t
     assert "--chat-template" in refused("--model", model, "--dataset", dataset(lines(row)))
 
 
-def test_empty_prompt_with_nothing_before_the_completion_is_not_trained_on(refused, dataset, tmp_path):
+def test_empty_prompt_with_nothing_before_the_completion_is_not_trained_on(refused, words, dataset, tmp_path):
     model = copy_policy(tmp_path / "plain", "chat_template.jinja", "model.safetensors")
     path = dataset(lines(ROWS[0] | {"prompt": ""}))
-    assert "no pair is left to train on; 1 dropped" in refused("--model", model, "--dataset", path, "--batch-size", 1)
+    assert f"no {words.left} is left to train on; 1 dropped" in refused("--model", model, "--dataset", path)
 
 
-def test_data_set_smaller_than_a_batch_says_both_numbers(refused):
-    text = refused("--batch-size", 8)
-    assert "4 pairs" in text and "--batch-size 8" in text
+def test_data_set_smaller_than_a_batch_says_both_numbers(refused, words):
+    text = refused("--batch-size", 8 * words.pair)
+    assert words.four_pairs in text and f"--batch-size {8 * words.pair}" in text
 
 
-def test_lengths_too_small_for_anything_say_what_was_dropped(refused):
+@kto_alone
+def test_batch_with_half_a_pair_is_refused(refused):
+    assert refused("--batch-size", 5).startswith("--batch-size 5 is odd")
+
+
+def test_lengths_too_small_for_anything_say_what_was_dropped(refused, words):
     text = refused("--max-prompt-length", 1, "--max-length", 2)
-    assert "no pair is left" in text and "'prompt longer than --max-prompt-length 1': 4" in text
+    assert f"no {words.left} is left" in text and "'prompt longer than --max-prompt-length 1': 4" in text
 
 
 # --- flags ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "flag, values",
-    {
-        "--k": (0, -1),
-        "--log-epsilon-P": (0, 1.5, "nan"),
-        "--log-epsilon-R": (0, -1.5, "nan"),
-        "--lr": (0, -1e-3, "nan", "inf"),
-        "--beta": (0, -0.1, "nan", "inf"),
-        "--warmup-fraction": (-0.1, 1.1, "nan"),
-        "--batch-size": (0, -2),
-        "--micro-batch-size": (0, -1),
-        "--num-steps": (0,),
-        "--max-length": (0,),
-        "--max-prompt-length": (0,),
-        "--max-grad-norm": (0, "nan"),
-        "--adam-eps": (0,),
-        "--weight-decay": (-1, "nan"),
-        "--checkpoint-every": (-1,),
-        "--seed": (-1,),
-        "--temperature": (-1, "nan"),
-        "--top-p": (0, 1.1, "nan"),
-    }.items(),
-)
+@pytest.mark.parametrize("flag, values", RANGES.items())
 def test_value_out_of_range_names_flag_value_and_range(refused, flag, values):
     for value in values:
         assert re.search(rf"^{flag} is {value}.*; it must be ", refused(f"{flag}={value}"))
+
+
+def test_value_out_of_range_of_a_flag_of_the_script_alone_is_named_too(refused, script):
+    for flag, values in OWN_RANGES[script.__name__].items():
+        test_value_out_of_range_names_flag_value_and_range(refused, flag, values)
 
 
 def test_k_below_one_names_the_flag(refused):
@@ -309,15 +352,15 @@ def test_max_length_not_above_max_prompt_length_names_both(refused, longest):
     "world, batch, micro, working", [(1, 6, 4, [1, 2, 3, 6]), (2, 12, 5, [1, 2, 3, 6]), (4, 8, 3, [1, 2])]
 )
 def test_batch_that_ranks_and_microbatches_do_not_divide_lists_what_works(
-    refused, monkeypatch, world, batch, micro, working
+    refused, script, monkeypatch, world, batch, micro, working
 ):
     monkeypatch.setenv("WORLD_SIZE", str(world))
     text = refused("--batch-size", batch, "--micro-batch-size", micro)
     assert f"{world} ranks" in text and f"these --micro-batch-size work: {working}" in text
     for value in working:
-        dpo_humanline.validate(dpo_humanline.Args(batch_size=batch, micro_batch_size=value), world)
+        script.validate(script.Args(batch_size=batch, micro_batch_size=value), world)
     multiple = int(re.search(r"a multiple of (\d+) as --batch-size", text)[1])
-    dpo_humanline.validate(dpo_humanline.Args(batch_size=multiple, micro_batch_size=micro), world)
+    script.validate(script.Args(batch_size=multiple, micro_batch_size=micro), world)
 
 
 def test_batch_smaller_than_the_ranks_says_that_no_microbatch_works(refused, monkeypatch):
@@ -326,9 +369,9 @@ def test_batch_smaller_than_the_ranks_says_that_no_microbatch_works(refused, mon
     assert "these --micro-batch-size work: none" in text and "a multiple of 4" in text
 
 
-def test_mistyped_flag_is_refused(capsys):
+def test_mistyped_flag_is_refused(script, capsys):
     with pytest.raises(SystemExit) as stop:
-        main("--lerning-rate", 1)
+        main(script, "--lerning-rate", 1)
     assert stop.value.code != 0 and "--lerning-rate" in capsys.readouterr().err
 
 
@@ -401,30 +444,20 @@ def test_reward_model_with_several_outputs_is_refused(refused, good, tmp_path):
     assert f"--reward-model {tmp_path / 'judge'}" in text and "3 outputs" in text
 
 
-def test_min_avg_logp_that_leaves_too_little_says_how_many(refused):
-    assert "--min-avg-logp 0.0 leaves 0 pairs" in refused("--model", TOY / "policy", "--min-avg-logp", 0)
+def test_min_avg_logp_that_leaves_too_little_says_how_many(refused, words):
+    assert f"--min-avg-logp 0.0 leaves 0 {words.filtered}" in refused("--model", TOY / "policy", "--min-avg-logp", 0)
 
 
 # --- output folder, resume -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def run_folder(tmp_path_factory, good):
+def run_folder(tmp_path_factory, script, words, good):
     """Arguments and folder of a finished run with one checkpoint."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    arguments = [
-        "--dataset",
-        good,
-        "--batch-size",
-        2,
-        "--num-steps",
-        2,
-        "--checkpoint-every",
-        2,
-        "--output-dir",
-        folder,
-    ]
-    main(*arguments)
+    arguments = ["--model", TOY / "policy", "--dataset", good, "--batch-size", 2 * words.pair, "--num-steps", 2]
+    arguments += ["--checkpoint-every", 2, "--output-dir", folder]
+    main(script, *arguments)
     return arguments, folder
 
 
@@ -435,12 +468,12 @@ def test_folder_that_holds_a_run_is_refused_and_stays_as_it_is(message, run_fold
     assert contents(folder) == before and len(before) > 5
 
 
-def test_resume_with_other_settings_says_which_and_changes_nothing(message, run_folder):
+def test_resume_with_other_settings_says_which_and_changes_nothing(message, script, run_folder):
     arguments, folder = run_folder
     before = contents(folder)
     text = message(*arguments, "--resume", "--lr", 0.5, "--log-epsilon-P=-2", "--no-humanline")
-    for change in ("--lr was 0.001, is 0.5", "--log-epsilon-P was -1.5, is -2.0", "--humanline was True, is False"):
-        assert change in text
+    assert f"--lr was {script.Args.lr}, is 0.5" in text and "--log-epsilon-P was -1.5, is -2.0" in text
+    assert "--humanline was True, is False" in text
     assert "--beta" not in text and "--k" not in text
     assert contents(folder) == before
 
@@ -478,52 +511,55 @@ def spoil(folder, parameter, row=slice(None)):
     return folder
 
 
-def test_non_finite_loss_names_step_and_row_and_the_last_checkpoint_still_resumes(message, dataset, tmp_path):
-    nettle = AutoTokenizer.from_pretrained(TOY / "policy").convert_tokens_to_ids("nettle")
+def test_non_finite_loss_names_step_and_row_and_the_last_checkpoint_still_resumes(message, words, dataset, tmp_path):
+    tokenizer, folder = AutoTokenizer.from_pretrained(TOY / "policy"), tmp_path / "run"
+    nettle = tokenizer.convert_tokens_to_ids("nettle")
     model = spoil(tmp_path / "model", "model.embed_tokens.weight", nettle)
-    path, folder = dataset(lines(*ROWS, *ROWS, ROWS[0] | {"chosen": "nettle rose"}, *ROWS[1:])), tmp_path / "run"
-    arguments = ["--model", model, "--dataset", path, "--batch-size", 2, "--num-steps", 6, "--eval-samples", 0]
-    arguments += ["--checkpoint-every", 1, "--seed", 2, "--output-dir", folder]
+    people = "king queen duke boy prince cook baker smith girl clerk pupil twin".split()
+    rows = [ROWS[0] | {"prompt": f"for {who}"} for who in people]
+    rows[8]["chosen"] = "nettle rose"
+    arguments = ["--model", model, "--dataset", dataset(lines(*rows)), "--batch-size", 2 * words.pair]
+    arguments += ["--num-steps", 6, "--checkpoint-every", 1, "--seed", 2, "--output-dir", folder]
     text = message(*arguments)
     step = int(re.match(r"step (\d+): the loss is nan", text)[1])
     assert step > 0 and "rows of --dataset: [9]." in text and str(folder) in text
-    written = (folder / "metrics.jsonl").read_bytes()
-    assert [json.loads(line)["step"] for line in written.splitlines()] == list(range(step))
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    assert [json.loads(line)["step"] for line in metrics.splitlines()] == list(range(step))
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {f"step-{n + 1}" for n in range(step)}
     assert not (folder / "final").exists()
+    checkpoints = contents(folder / "checkpoints")
     assert message(*arguments, "--resume").startswith(f"step {step}: the loss is nan")
-    assert (folder / "metrics.jsonl").read_bytes() == written  # the same timings: no step was done again
+    assert contents(folder / "checkpoints") == checkpoints
+    assert (folder / "metrics.jsonl").read_bytes() == metrics  # the same timings: no step was done again
 
 
-def test_learning_rate_that_blows_up_names_step_and_rows(message, good, tmp_path):
-    huge = ["--lr", 1e18, "--warmup-fraction", 0, "--batch-size", 2, "--num-steps", 9, "--output-dir", tmp_path / "run"]
-    text = message("--dataset", good, *huge)
+def test_learning_rate_that_blows_up_names_step_and_rows(message, words, good, tmp_path):
+    huge = ["--lr", 1e18, "--warmup-fraction", 0, "--batch-size", 2 * words.pair, "--num-steps", 9]
+    text = message("--model", TOY / "policy", "--dataset", good, *huge, "--output-dir", tmp_path / "run")
     assert re.match(r"step 1: the loss is (nan|inf).*rows of --dataset: \[\d, \d\].*lower --lr", text)
 
 
-def test_model_that_gives_nan_is_refused_before_it_is_sampled(message, good, tmp_path):
+def test_model_that_gives_nan_is_refused_before_it_is_sampled(message, words, good, tmp_path):
     model = spoil(tmp_path / "model", "lm_head.weight")
-    arguments = ["--model", model, "--dataset", good, "--eval-dataset", good, "--batch-size", 2]
-    assert re.search(
-        "not finite|is nan|are nan", message(*arguments, "--num-steps", 2, "--output-dir", tmp_path / "run")
-    )
+    arguments = ["--model", model, "--dataset", good, "--eval-dataset", good, "--batch-size", 2 * words.pair]
+    text = message(*arguments, "--num-steps", 2, "--output-dir", tmp_path / "run")
+    assert "--eval-dataset: not finite at rows [1, 2, 3, 4]" in text
 
 
 # --- as a command --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "name, arguments, said",
     [
-        (["--dataset", "broken.jsonl"], "--dataset broken.jsonl, line 2 is not JSON"),
-        (["--model", "nobody/no-such-model"], "--model nobody/no-such-model cannot be loaded"),
-        (["--lr", "nan"], "--lr is nan"),
+        ("dpo_humanline", ["--dataset", "broken.jsonl"], "--dataset broken.jsonl, line 2 is not JSON"),
+        ("kto_humanline", ["--model", "nobody/no-such-model"], "--model nobody/no-such-model cannot be loaded"),
     ],
 )
-def test_command_fails_with_the_message_alone(weightless, tmp_path, arguments, said):
+def test_command_fails_with_the_message_alone(weightless, tmp_path, name, arguments, said):
     (tmp_path / "broken.jsonl").write_text(lines(ROWS[0]) + '{"prompt"\n')
-    command = [sys.executable, ROOT / "dpo_humanline.py", "--model", weightless, *arguments]
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, ROOT / f"{name}.py", "--model", weightless, *arguments]
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1
     assert ended.stderr.startswith(f"error: {said}") and ended.stderr.count("\n") == 1

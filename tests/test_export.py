@@ -25,6 +25,7 @@ def bf16_policy(tmp_path_factory, tied_policy):
 def test_final_loads_with_the_dtype_and_the_ties_of_the_initial_model(tmp_path, bf16_policy):
     """And it is evaluated as exported: sampling from it agrees with the policy, or the run would stop."""
     evaluation = ["--eval-dataset", str(TOY / "prompts_test.jsonl.gz"), "--eval-samples", "32", "--engine", "hf"]
+    evaluation += ["--max-new-tokens", "12"]
     judge = ["--reward-model", str(TOY / "reward_model")]
     run_ranks(2, [[*RUN, "--model", bf16_policy, *evaluation, *judge, "--output-dir", str(tmp_path / "run")]])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import PAIRS, ROOT, SHARED, TOY, metrics, run_ranks, start_ranks
+from conftest import PAIRS, ROOT, SHARED, TOY, finish, metrics, refused, run_ranks, start_ranks
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from dpo_humanline import Args, Pair, best_against_worst, validate
@@ -22,14 +22,20 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_two_ranks_sample_the_same_rounds(run, tmp_path):
-    run_ranks(2, [[*RUN, "--micro-batch-size", "2", "--output-dir", str(tmp_path / "two")]])
-    for one, two in zip(metrics(run, True), metrics(tmp_path / "two", True), strict=True):
+@pytest.fixture(scope="module")
+def run_on_two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("online") / "two"
+    run_ranks(2, [[*RUN, "--micro-batch-size", "2", "--output-dir", str(folder)]])
+    return folder
+
+
+def test_two_ranks_sample_the_same_rounds(run, run_on_two):
+    for one, two in zip(metrics(run, True), metrics(run_on_two, True), strict=True):
         assert one.keys() == two.keys()
         for key in one:
             exact = 1e-9 if key.startswith("rollout/") and "logp_diff" not in key else 1e-5
             assert two[key] == pytest.approx(one[key], rel=exact, abs=1e-5), (key, one["step"])
-    assert (tmp_path / "two" / "summary.json").exists()
+    assert (run_on_two / "summary.json").exists()
 
 
 def test_leftover_pairs_go_into_the_next_round(run):
@@ -112,33 +118,25 @@ def test_killed_in_a_round_and_resumed_equals_uninterrupted(run, tmp_path, monke
     monkeypatch.setenv("KILL", MOMENTS[moment])
     arguments = [*RUN, "--output-dir", str(tmp_path / "run")]
     (killed,) = start_ranks(1, [arguments], "killing_worker.py")
-    killed.communicate(timeout=120)
-    assert killed.returncode == -9
+    finish([killed])
+    assert killed.exitcode == -9
     monkeypatch.delenv("KILL")
     run_ranks(1, [[*arguments, "--resume"]])
     assert metrics(tmp_path / "run", True) == metrics(run, True)
     assert (tmp_path / "run" / "summary.json").read_text() == (run / "summary.json").read_text()
 
 
-def test_two_ranks_killed_and_resumed(tmp_path, monkeypatch):
-    run_ranks(2, [[*RUN, "--output-dir", str(tmp_path / "whole")]])
+def test_two_ranks_killed_and_resumed(run_on_two, tmp_path, monkeypatch):
     monkeypatch.setenv("KILL", "dpo_loss 7")
-    arguments = [*RUN, "--output-dir", str(tmp_path / "run")]
+    arguments = [*RUN, "--micro-batch-size", "2", "--output-dir", str(tmp_path / "run")]
     processes = start_ranks(2, [arguments], "killing_worker.py")
-    assert processes[0].wait(timeout=120) == -9
+    processes[0].join(timeout=120)
     processes[1].kill()
-    for process in processes:
-        process.communicate()
+    finish(processes)
+    assert processes[0].exitcode == -9
     monkeypatch.delenv("KILL")
     run_ranks(2, [[*arguments, "--resume"]])
-    assert metrics(tmp_path / "run", True) == metrics(tmp_path / "whole", True)
-
-
-def refused(arguments, worker="worker.py"):
-    (process,) = start_ranks(1, [arguments], worker)
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 1 and "Traceback" not in output, output[-2000:]
-    return output[output.index("error: ") :]
+    assert metrics(tmp_path / "run", True) == metrics(run_on_two, True)
 
 
 def test_a_threshold_that_filters_everything_stops_and_says_what_to_change(tmp_path):

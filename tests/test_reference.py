@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import PAIRS, TOY, metrics, run_ranks
 
-STEPS = 9
+STEPS = 7
 RUN = [
     "--num-steps",
     str(STEPS),

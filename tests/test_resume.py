@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from conftest import PAIRS, metrics, run_ranks, start_ranks
+from conftest import PAIRS, finish, metrics, run_ranks, start_ranks
 
 STEPS = 14
 RUN = ["--num-steps", str(STEPS), "--k", "3", "--batch-size", "8", "--checkpoint-every", "5", "--eval-samples", "8"]
@@ -17,13 +17,12 @@ def kill_when(ranks, arguments, moment, worker="worker.py"):
     """SIGKILL for every rank as soon as `moment()` is true."""
     processes = start_ranks(ranks, [arguments], worker)
     deadline = time.time() + 120
-    while not moment() and any(p.poll() is None for p in processes) and time.time() < deadline:
+    while not moment() and any(process.is_alive() for process in processes) and time.time() < deadline:
         time.sleep(0.002)
     for process in processes:
-        process.send_signal(signal.SIGKILL)
-    for process in processes:
-        process.communicate()
-    assert any(process.returncode == -signal.SIGKILL for process in processes), "it ended before it could be killed"
+        process.kill()
+    finish(processes)
+    assert any(process.exitcode == -signal.SIGKILL for process in processes), "it ended before it could be killed"
 
 
 def lines(folder):

@@ -62,6 +62,15 @@ def test_online_kto_runs_with_vllm_on_two_ranks(tmp_path):
     assert all(step["rollout/logp_diff_max"] < 1e-4 for step in steps)
 
 
+def test_online_grpo_runs_with_vllm_on_two_ranks_and_groups_of_8(tmp_path):
+    run = ["--online", "--engine", "vllm", "--group-size", "8", "--eval-samples", "16", "--round-prompts", "6"]
+    run += ["--num-steps", "2", "--batch-size", "32", "--max-new-tokens", "40", "--checkpoint-every", "0"]
+    output = run_ranks(2, [[*run, "--output-dir", str(tmp_path / "run")]], script="grpo_humanline")
+    steps = metrics(tmp_path / "run")
+    assert "sampling with vLLM" in output and [step["rollout/round"] for step in steps] == [1, 2]
+    assert all(step["rollout/logp_diff_max"] < 1e-4 and step["rewards/std"] > 0 for step in steps)
+
+
 def test_auto_takes_vllm_where_it_is_installed(tmp_path):
     run = [
         "--dataset",

@@ -1,0 +1,19 @@
+"""What a rank does first: it takes an environment, an output file and arguments of its own, then runs a worker."""
+
+import atexit
+import os
+import runpy
+import sys
+
+
+def start_worker(worker: str, arguments: str, environment: dict, output: str) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+    for standard in (1, 2):
+        os.dup2(file, standard)
+    sys.argv = [worker, arguments]
+    try:
+        runpy.run_path(worker, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # a fork leaves without them, and waits for ever for what they would have ended
