@@ -5,9 +5,15 @@ computes in it, fp64. A mask is 1 at completion tokens (the end-of-turn token in
 """
 
 import gc
+import logging
 import math
+import multiprocessing
 import os
+import re
+import resource
+import signal
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib.util import find_spec
 
 import numpy as np
@@ -460,3 +466,112 @@ def mean_and_se(values) -> tuple[float, float]:
 def win_rate(rewards, baseline) -> torch.Tensor:
     """1 where a reward is higher than the baseline's for the same prompt, 0.5 where they tie, 0 where it is lower."""
     return (rewards > baseline) + 0.5 * (rewards == baseline)
+
+
+# --- grading -------------------------------------------------------------------------------------------------------
+#
+# math_verify runs in worker processes: an answer that never ends, eats memory or crashes takes one worker with it.
+
+
+def start_grader(workers: int, time_limit: float = 5.0):
+    """A pool of processes for `parse_answers` and `grade`, started when first used. `stop` and `join` end it; where the
+    script ends without them, in whatever way, the workers end too.
+
+    time_limit: CPU seconds for one answer, so neither a busy machine nor a queue costs a right answer its grade.
+    """
+    from pebble import ProcessPool
+
+    context = multiprocessing.get_context("forkserver")  # a plain fork would inherit the threads of CUDA and gloo
+    # A worker imports the main script and this module: 0.2 s if the server holds what they import, else 6 s.
+    context.set_forkserver_preload(["torch", "transformers.models.auto.modeling_auto", "datasets", "math_verify"])
+    pool = ProcessPool(workers, max_tasks=1000, initializer=_start_worker, context=context)
+    pool.time_limit = time_limit
+    return pool
+
+
+def parse_answers(pool, texts: list[str]) -> list[str | None]:
+    """Gold answers for `grade`: each text, or None if math_verify cannot read it or finds it unequal to itself.
+
+    texts: answers in LaTeX, or solutions whose last \\boxed{…} is the answer; the same on every rank.
+    """
+    return [text if equal else None for text, equal in zip(texts, _judge_all(pool, [(text, None) for text in texts]))]
+
+
+def grade(pool, completions: list[str], golds: list[str]) -> tuple[list[float], int]:
+    """1 for every completion whose answer equals its gold answer, 0 for the others, shared out over the ranks.
+
+    A completion has one answer: the last <answer>…</answer>, else the whole; in it the last \\boxed{…}, else, if there
+    is prose or $…$, \\(…\\), \\[…\\], the last that math_verify extracts ("answer is …" goes first), else all of it as
+    LaTeX. So a list of candidates gains nothing: "1, 2, 3" is a set, equal to none of its members. Equality is that of
+    math_verify: symbolic, or to 6 decimals; units, case, the base in 12_5 and "x =" do not count; 9% is 9 and 0.09.
+
+    Args:
+        golds: from `parse_answers`, without its None, one for each completion; all the same on every rank.
+
+    Returns:
+        The grades, the same for any number of workers and ranks, and how many are 0 because grading was stopped.
+
+    Raises:
+        RuntimeError: the pool broke, because something outside killed an idle worker.
+    """
+    inside = [completion.rpartition("</answer>")[0].rpartition("<answer>")[1:] for completion in completions]
+    answers = [answer if tag else completion for (tag, answer), completion in zip(inside, completions)]
+    verdicts = _judge_all(pool, list(zip(golds, answers, strict=True)))
+    return [float(verdict or 0) for verdict in verdicts], verdicts.count(None)
+
+
+def _judge_all(pool, jobs: list[tuple]) -> list[bool | None]:
+    """`_judge` of each distinct job, shared out over the ranks; None where it took too long, too much or crashed."""
+    from pebble import ProcessExpired
+
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    distinct, own = list(dict.fromkeys(jobs)), []
+    clock = 20 * pool.time_limit  # seconds by the clock, should a worker sleep
+    for future in [pool.schedule(_judge, (*job, pool.time_limit), timeout=clock) for job in distinct[rank::world]]:
+        try:
+            own.append(future.result())
+        except (ProcessExpired, TimeoutError, MemoryError, RecursionError):
+            own.append(None)
+    parts = [own] * world
+    if world > 1:
+        dist.all_gather_object(parts, own)
+    verdicts = {job: verdict for r in range(world) for job, verdict in zip(distinct[r::world], parts[r], strict=True)}
+    return [verdicts[job] for job in jobs]
+
+
+def _start_worker():
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # or it warns that its own time limit is off
+    with open("/proc/self/statm") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + 2 * 2**30
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))  # 2 GiB more than the imports take
+
+
+def _judge(gold: str, answer: str | None, time_limit: float) -> bool:
+    """In a worker: whether the answer equals the gold answer or, with None, whether the gold answer equals itself."""
+    from math_verify import verify
+
+    signal.setitimer(signal.ITIMER_PROF, time_limit)  # Python has no handler for its signal, so the kernel ends us
+    try:
+        target = _read_answer(gold, True)
+        return verify(target, target if answer is None else _read_answer(answer, False), timeout_seconds=None)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+@lru_cache(256)
+def _read_answer(text: str, is_gold: bool) -> list:
+    """In a worker: the answer in a text, a list of one sympy object or of none."""
+    from latex2sympy2_extended.math_normalization import extract_boxed_content
+    from math_verify import LatexExtractionConfig, parse
+
+    options = {"fallback_mode": "no_fallback", "extraction_mode": "first_match", "parsing_timeout": None}
+    # math between delimiters, the word answer, or two words side by side outside braces
+    prose = r"(?<!\\)(\$|\\[(\[])|(?i:answer)|(?<![\\A-Za-z])[A-Za-z]{2,}\s+[A-Za-z]{2,}"
+    boxed = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if boxed >= 0:
+        text = extract_boxed_content(text[boxed:], "last")
+    elif not is_gold and re.search(prose, re.sub(r"\{[^{}]*\}", "", text)):
+        tight = re.sub(r"\s+(\\[)\]]|\$+\W*$)", r"\1", text)  # where math ends in a space, its unit is not recognized
+        if found := parse(tight, **options):
+            return found
+    return parse(f"\\boxed{{{text.strip().rstrip('.,')}}}", [LatexExtractionConfig(boxed_match_priority=0)], **options)
