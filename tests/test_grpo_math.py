@@ -1,0 +1,319 @@
+"""GRPO with verifiable rewards: rewards and advantages by hand, sampling every S steps, references, data, resume."""
+
+import gzip
+import json
+import statistics
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import tyro
+from conftest import ROOT, SHARED, finish, metrics, run_ranks, start_ranks
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+
+import grpo_math_humanline
+from grpo_math_humanline import Args, Example, format_reward, group_advantages, tag_count_reward, validate
+
+SCRIPT = "grpo_math_humanline"
+TOY = ROOT / "toy" / "shell_game"
+RUN = ["--engine", "hf", "--prompts-per-step", "4", "--group-size", "4", "--num-steps", "5", "--sample-every", "3"]
+RUN += ["--k", "2", "--warmup-fraction", "0", "--eval-samples", "8", "--checkpoint-every", "0", "--lr", "2e-3"]
+RUN += ["--log-epsilon-P", "-0.3", "--log-epsilon-R", "0.2", "--beta", "0.01"]
+SAME = ("loss", "grad_norm", "grpo/ratio_mean", "grpo/clip_fraction", "grpo/kl", "humanline/clipped_low")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """The first 64 problems of the toy."""
+    path = tmp_path_factory.mktemp("math") / "problems.jsonl"
+    with gzip.open(TOY / "problems_train.jsonl.gz", "rt") as file:
+        path.write_text("".join(next(file) for _ in range(64)))
+    return str(path)
+
+
+def main(*arguments):
+    """The script in this process, where the grading workers start faster; it returns the last argument."""
+    try:
+        grpo_math_humanline.main(tyro.cli(Args, args=[str(argument) for argument in arguments]))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return arguments[-1]
+
+
+# --- rewards and advantages ----------------------------------------------------------------------------------------
+
+GOOD = "<think>\n3 4\n</think>\n<answer>\n4\n</answer>"
+
+
+@pytest.mark.parametrize(
+    ("text", "layout", "tags"),
+    [
+        (GOOD, 1, 1),
+        ("<think>\n\n</think>\n<answer>\n4\n</answer>", 1, 1),
+        (GOOD + "\nand more", 0, 1),
+        ("so " + GOOD, 0, 1),
+        (GOOD.replace("</think>\n", "</think>"), 0, 0.5),
+        (GOOD.replace("\n</answer>", ""), 0, 0.75),
+        (GOOD + "\n</answer>", 1, 0.75),
+        ("<think> 3 </think><answer> 4 </answer>", 0, 0),
+        ("4", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_format_and_tag_count_rewards_by_hand(text, layout, tags):
+    assert format_reward(text) == layout and tag_count_reward(text) == tags
+
+
+def test_advantages_have_the_sample_standard_deviation_and_a_small_constant():
+    rewards = torch.tensor([[10.0, 2.0, 2.0, 9.75], [2.0, 2.0, 2.0, 2.0]], dtype=torch.float64)
+    mean, deviation = statistics.mean(rewards[0].tolist()), statistics.stdev(rewards[0].tolist())
+    by_hand = [(reward - mean) / (deviation + 1e-4) for reward in rewards[0].tolist()]
+    assert group_advantages(rewards)[0].tolist() == pytest.approx(by_hand, rel=1e-12)
+    assert group_advantages(rewards)[1].tolist() == [0, 0, 0, 0]
+
+
+# --- sampling every S steps ----------------------------------------------------------------------------------------
+
+VARIANTS = {"humanline": [], "offline": ["--no-humanline"], "clip only": ["--sync", "none"]}
+
+
+@pytest.fixture(scope="module")
+def runs(data, tmp_path_factory):
+    """{(variant, ranks, layout): folder}"""
+    folder, done = tmp_path_factory.mktemp("runs"), {}
+    layouts = {1: [[], ["--micro-batch-size", "1", "--pad-to-multiple-of", "8"]], 2: [["--micro-batch-size", "2"]]}
+    layouts[4] = [["--no-group-by-length", "--micro-batch-size", "4"]]
+    for ranks, kinds in layouts.items():
+        jobs = {
+            (variant, ranks, i): [*RUN, *flags, *kind, "--dataset", data, "--eval-dataset", data, "--output-dir"]
+            for variant, flags in VARIANTS.items()
+            for i, kind in enumerate(kinds)
+            if ranks < 4 or variant == "humanline"
+        }
+        folders = {key: folder / f"{key[0]}{key[1]}{key[2]}" for key in jobs}
+        if ranks == 1:
+            for key in jobs:
+                main(*jobs[key], folders[key])
+        else:
+            run_ranks(ranks, [[*jobs[key], str(folders[key])] for key in jobs], script=SCRIPT)
+        done |= folders
+    return done
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ranks_and_layouts_agree_and_sample_the_same(runs, variant):
+    expected = metrics(runs[variant, 1, 0])
+    for (name, _, _), folder in runs.items():
+        for a, b in zip(expected, metrics(folder) if name == variant else [], strict=name == variant):
+            for key in SAME:
+                assert b[key] == pytest.approx(a[key], rel=1e-5, abs=1e-12), (key, a["step"])
+            for key in ("rollout/length_mean", "reward/accuracy", "reward/tag_count", "rewards/mean"):
+                assert b[key] == pytest.approx(a[key], rel=1e-12), (key, a["step"])
+
+
+def test_clipping_acts_in_these_runs(runs):
+    steps = metrics(runs["humanline", 1, 0])
+    assert any(step["humanline/clipped_low"] > 0 for step in steps) and any(step["grpo/kl"] > 0 for step in steps)
+
+
+def test_samples_age_until_the_next_round(runs):
+    for folder in runs.values():
+        assert [step["rollout/age_steps"] for step in metrics(folder)] == [0, 1, 2, 0, 1]
+
+
+@pytest.mark.parametrize("variant", ["offline", "clip only"])
+def test_without_syncing_the_reference_is_the_policy_at_sampling_time(runs, variant):
+    for step in metrics(runs[variant, 1, 0]):
+        assert step["humanline/steps_since_sync"] == step["rollout/age_steps"]
+        assert (step["humanline/log_ratio_abs_mean"] == 0) == (step["rollout/age_steps"] == 0)
+
+
+def test_with_humanline_the_reference_follows_k_and_sampling_does_not_sync_it(runs):
+    steps = metrics(runs["humanline", 1, 0])
+    assert [step["humanline/steps_since_sync"] for step in steps] == [0, 1, 2, 1, 2]  # k=2, sampled at 0 and 3
+    assert [step["humanline/log_ratio_abs_mean"] == 0 for step in steps] == [True, False, False, False, False]
+
+
+def test_every_s_draws_the_same_problems_in_the_same_order(data, tmp_path):
+    run = [*RUN, "--eval-samples", "0", "--checkpoint-every", "1", "--dataset", data, "--num-steps", "4"]
+    for s in ("2", "4"):
+        main(*run, "--sample-every", s, "--output-dir", tmp_path / s)
+
+    def waiting(s, step):
+        state = json.loads((tmp_path / s / "checkpoints" / f"step-{step}" / "state.json").read_text())
+        return [Example(*example).row for example in state["pool"]]
+
+    assert len(waiting("4", 1)) == 3 * 16 and len(set(waiting("4", 1))) == 3 * 4 and waiting("2", 2) == []
+    assert waiting("2", 1) == waiting("4", 1)[:16] and waiting("2", 3) == waiting("4", 3)
+
+
+def test_log_probs_are_taken_at_the_sampling_temperature(data, tmp_path):
+    """Step 1 against forward passes of policy and reference in transformers, with logits divided by T."""
+    run = [*RUN, "--temperature", "0.5", "--k", "1", "--dataset", data, "--eval-samples", "0", "--sample-every", "2"]
+    run += ["--num-steps", "2", "--checkpoint-every", "1", "--output-dir", str(tmp_path / "run")]
+    main(*run)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-1"
+    policy, reference = (AutoModelForCausalLM.from_pretrained(TOY / "policy") for _ in range(2))
+    dcp.load({"policy": policy.state_dict()}, checkpoint_id=checkpoint)  # in place
+    policy, reference = policy.double(), reference.double()
+    state = json.loads((checkpoint / "state.json").read_text())
+    values = []
+    for example in (Example(*example) for example in state["pool"]):
+        ids = torch.tensor([example.prompt_ids + example.completion_ids])
+        with torch.no_grad():
+            new, old = ((model(ids).logits[0, :-1] / 0.5).log_softmax(-1) for model in (policy, reference))
+        difference = (new - old).gather(-1, ids[0, 1:, None])[len(example.prompt_ids) - 1 :]
+        values += difference.flatten().abs().tolist()
+    mean = statistics.mean(values)
+    assert mean > 0 and metrics(tmp_path / "run")[1]["humanline/log_ratio_abs_mean"] == pytest.approx(mean, rel=1e-5)
+
+
+def test_evaluation_is_pass_at_1_over_problems(runs):
+    summary = json.loads((runs["humanline", 1, 0] / "summary.json").read_text())
+    accuracy, error = summary["before"]["eval/accuracy"]
+    assert 0 < accuracy < 1 and accuracy * 8 * 4 == round(accuracy * 8 * 4) and error > 0
+    assert set(summary["after"]) == {
+        f"eval/{key}" for key in ("accuracy", "format", "tag_count", "truncated", "length")
+    }
+
+
+def test_completions_that_are_cut_are_counted_and_get_no_end_of_turn(data, tmp_path):
+    run = [*RUN, "--max-new-tokens", "4", "--checkpoint-every", "1", "--num-steps", "2", "--eval-samples", "0"]
+    folder = main(*run, "--dataset", data, "--output-dir", tmp_path / "run")
+    state = json.loads((folder / "checkpoints" / "step-1" / "state.json").read_text())
+    examples = [Example(*example) for example in state["pool"]]
+    assert len(examples) == 16 and all(len(example.completion_ids) == 4 for example in examples)
+    assert metrics(folder)[0]["rollout/truncated"] == 1 and metrics(folder)[0]["reward/format"] == 0
+
+
+# --- resume --------------------------------------------------------------------------------------------------------
+
+
+RESUMED = [*RUN, "--checkpoint-every", "1", "--eval-samples", "4", "--eval-samples-per-problem", "1", "--dataset"]
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    return main(*RESUMED, data, "--eval-dataset", data, "--output-dir", tmp_path_factory.mktemp("whole") / "run")
+
+
+@pytest.mark.parametrize("moment", ["grpo_loss 2", "score 3"])
+def test_killed_between_two_samplings_and_resumed_equals_uninterrupted(whole, data, tmp_path, monkeypatch, moment):
+    run = [*RESUMED, data, "--eval-dataset", data, "--output-dir", str(tmp_path / "cut")]
+    monkeypatch.setenv("KILL", moment)
+    (killed,) = start_ranks(1, [run], "killing_worker.py", SCRIPT)
+    finish([killed])
+    assert killed.exitcode == -9 and len(metrics(tmp_path / "cut")) == {"grpo_loss 2": 1, "score 3": 3}[moment]
+    main(*run, "--resume")
+    assert metrics(tmp_path / "cut", True) == metrics(whole, True)
+    weights = "final/model.safetensors"
+    assert (tmp_path / "cut" / weights).read_bytes() == (whole / weights).read_bytes()
+
+
+# --- data and bad input --------------------------------------------------------------------------------------------
+
+ROW = {"problem": "2 45 15 34 24 45", "answer": "5"}
+
+
+def written(tmp_path, *rows):
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    short = [*RUN, "--num-steps", "1", "--eval-samples", "0"]
+    return [*short, "--dataset", str(tmp_path / "p.jsonl"), "--output-dir", str(tmp_path / "run")]
+
+
+def test_rows_that_cannot_train_are_dropped_and_counted(tmp_path, capsys):
+    rows = [ROW] * 8 + [ROW | {"answer": ""}, ROW | {"answer": " "}, ROW | {"problem": " "}]
+    rows += [ROW | {"answer": "\\frac{"}, ROW | {"problem": "2 " * 99}]
+    main(*written(tmp_path, *rows), "--max-prompt-length", "40")
+    output = capsys.readouterr().out
+    assert "8 problems, 5 dropped" in output and "longer than --max-prompt-length 40': 1" in output
+    assert "'no answer': 2" in output and "'empty problem': 1" in output and "cannot be parsed': 1" in output
+
+
+def test_answers_come_from_a_boxed_solution_numbers_or_parquet(tmp_path, capsys):
+    boxed = [{"problem": ROW["problem"], "solution": f"We see \\boxed{{{i}}}, no: $\\boxed{{5}}$."} for i in range(4)]
+    main(*written(tmp_path, *boxed, {"problem": "1 45", "solution": "no box: 5"}))
+    assert "4 problems, 1 dropped {'no answer': 1}" in capsys.readouterr().out
+    Dataset.from_list([ROW | {"answer": 5}] * 4).to_parquet(tmp_path / "p.parquet")
+    main(*written(tmp_path, ROW)[:-1], tmp_path / "run2", "--dataset", tmp_path / "p.parquet")
+    assert "4 problems, 0 dropped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([ROW, {"answer": "5"}], "line 2: the row has no problem; the columns are "),
+        ([{"problem": "2 45"}], "line 1: the row has no answer or solution; the columns are problem"),
+        ([ROW | {"problem": ["2"]}], "line 1: problem must be a string, not list"),
+        ([ROW | {"answer": [5]}], "line 1: answer or solution must be a string, not list"),
+        ([ROW | {"answer": ""}], "no problem is left to train on; 1 dropped"),
+        ([ROW] * 3, "3 problems are less than one step's --prompts-per-step 4"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path, capsys, rows, said):
+    with pytest.raises(SystemExit):
+        main(*written(tmp_path, *rows))
+    message = capsys.readouterr().err
+    assert said in message and "--dataset" in message and "p.jsonl" in message
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"sample_every": 0}, "--sample-every is 0; it must be at least 1"),
+        ({"prompts_per_step": 0}, "--prompts-per-step is 0"),
+        ({"group_size": 1}, "--group-size is 1; it must be at least 2"),
+        ({"temperature": 0.0}, "--temperature is 0.0"),
+        ({"epsilon": float("nan")}, "--epsilon is nan"),
+        ({"accuracy_weight": -1.0}, "--accuracy-weight is -1.0"),
+        ({"grading_time_limit": 0.0}, "--grading-time-limit is 0.0"),
+        ({"micro_batch_size": 5}, "these --micro-batch-size work: [1, 2, 4, 8, 16"),
+        ({"max_length": 100}, "--max-length 100 must be above --max-prompt-length 512"),
+    ],
+)
+def test_values_out_of_range_name_flag_and_range(capsys, wrong, said):
+    with pytest.raises(SystemExit):
+        validate(Args(**wrong), world=1)
+    assert said in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_finite_names_step_and_rows_and_the_checkpoint_stays(data, tmp_path, capsys):
+    run = [*RUN, "--lr", "1e18", "--eval-samples", "0", "--checkpoint-every", "1", "--dataset", data]
+    with pytest.raises(SystemExit):
+        main(*run, "--output-dir", tmp_path / "run")
+    message = capsys.readouterr().err
+    assert "error: step 1: the loss is nan" in message and "rows of --dataset: [" in message and "--lr" in message
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-1"]
+    assert len(metrics(tmp_path / "run")) == 1
+
+
+def test_a_folder_with_a_run_is_refused_and_resume_needs_its_settings(whole, data, capsys):
+    run, before = [*RESUMED, data, "--eval-dataset", data, "--output-dir", whole], (whole / "args.json").read_bytes()
+    for more, said in (
+        ([], f"--output-dir {whole} already holds a run"),
+        (["--resume", "--sample-every", 4], "--sample-every was 3, is 4"),
+        (["--resume", "--system-prompt", "Think."], "--system-prompt was , is Think."),
+    ):
+        with pytest.raises(SystemExit):
+            main(*run, *more)
+        assert said in capsys.readouterr().err
+    assert (whole / "args.json").read_bytes() == before
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="no real data beside the checkout")
+def test_the_real_math_file_goes_through_and_a_batch_without_any_advantage_is_survived(tmp_path, capsys):
+    run = ["--model", str(SHARED / "model-stories260K"), "--eval-dataset", str(SHARED / "math" / "math500_test.jsonl")]
+    run += ["--dataset", str(SHARED / "math" / "prm800k_split_train_sample512.jsonl"), "--max-new-tokens", "48"]
+    run += ["--prompts-per-step", "4", "--group-size", "4", "--num-steps", "3", "--sample-every", "2", "--k", "1"]
+    run += ["--eval-samples", "6", "--eval-samples-per-problem", "2", "--engine", "hf", "--checkpoint-every", "0"]
+    run += ["--temperature", "0.7", "--max-prompt-length", "400", "--max-length", "512", "--warmup-fraction", "0"]
+    steps = metrics(main(*run, "--output-dir", tmp_path / "run"))
+    output = capsys.readouterr().out
+    assert "problems, " in output and "--eval-dataset" in output and len(steps) == 3
+    assert steps[0]["reward/accuracy"] == 0 and steps[0]["grpo/zero_advantage_groups"] == 1
+    assert steps[0]["loss"] == 0 and steps[0]["grad_norm"] == 0
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
