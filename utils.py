@@ -541,6 +541,8 @@ def _judge_all(pool, jobs: list[tuple]) -> list[bool | None]:
 
 def _start_worker():
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # or it warns that its own time limit is off
+    if not os.path.exists("/proc/self/statm"):  # no Linux: no limit of memory
+        return
     with open("/proc/self/statm") as file:
         limit = int(file.read().split()[0]) * resource.getpagesize() + 2 * 2**30
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))  # 2 GiB more than the imports take

@@ -71,6 +71,15 @@ def test_online_grpo_runs_with_vllm_on_two_ranks_and_groups_of_8(tmp_path):
     assert all(step["rollout/logp_diff_max"] < 1e-4 and step["rewards/std"] > 0 for step in steps)
 
 
+def test_math_runs_with_vllm_on_two_ranks(tmp_path):
+    run = ["--engine", "vllm", "--num-steps", "4", "--sample-every", "2", "--prompts-per-step", "8", "--k", "2"]
+    run += ["--eval-samples", "16", "--checkpoint-every", "0", "--warmup-fraction", "0", "--output-dir"]
+    output = run_ranks(2, [[*run, str(tmp_path / "run")]], script="grpo_math_humanline")
+    steps = metrics(tmp_path / "run")
+    assert "sampling with vLLM" in output and [step["rollout/age_steps"] for step in steps] == [0, 1, 0, 1]
+    assert all(step["rollout/logp_diff_max"] < 1e-4 and 0 < step["reward/accuracy"] < 1 for step in steps)
+
+
 def test_auto_takes_vllm_where_it_is_installed(tmp_path):
     run = [
         "--dataset",
