@@ -1,7 +1,8 @@
 """Humanline GRPO with verifiable rewards: sampling every S steps, around a reference that follows every k steps.
 
 The paper is "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207); this is its §5.2.2 with Figure 7, and
-GRPO is its equation 1. Two lines make the humanline variant: `grep -n "# humanline" grpo_math_humanline.py` shows them.
+GRPO is its equation 1. Two lines make the humanline variant, and `grep -n "# humanline [cs]" grpo_math_humanline.py`
+shows them.
 
     python grpo_math_humanline.py                             # one process, the embedded toy, S=64 with humanline
     torchrun --nproc-per-node 4 grpo_math_humanline.py --model Qwen/Qwen2.5-1.5B-Instruct ...  # see docs/grpo_math.md
@@ -24,6 +25,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
+from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -177,7 +179,7 @@ class Args:
     sample_every: int = 64
     """S, optimizer steps between rounds of sampling; 1 is online (Figure 7: 1 and 64)"""
     grading_time_limit: float = 5.0
-    """seconds for the grading of one answer; one that takes longer is wrong"""
+    """CPU seconds for the grading of one answer; one that takes longer is wrong"""
     engine: Literal["auto", "vllm", "hf"] = "auto"
     """what samples: vLLM, transformers, or vLLM where it is installed"""
     generation_batch_size: int = 256
@@ -345,17 +347,20 @@ def load_problems(args: Args, flag: str, name: str, split: str, tokens: tuple, g
     try:
         for number, row in enumerate(rows, 1):
             problem, answer, solution = (row.get(column) for column in ("problem", "answer", "solution"))
-            for column, value in (("problem", problem), ("answer or solution", solution if answer is None else answer)):
-                if value is None:
-                    raise ValueError(f"the row has no {column}; the columns are {', '.join(rows[0])}")
-                if not isinstance(value, str) and (column == "problem" or type(value) not in (int, float)):
+            if problem is None or answer is None and solution is None:
+                missing = "problem" if problem is None else "answer or solution"
+                raise ValueError(f"the row has no {missing}; the columns are {', '.join(rows[0])}")
+            if type(answer) in (int, float):  # written out: 1e-05 would be read as 1·e - 5
+                answer = format(Decimal(str(answer)), "f") if math.isfinite(answer) else ""
+            for column, value in (("problem", problem), ("answer", answer), ("solution", solution)):
+                if not isinstance(value, str | None):
                     raise ValueError(f"{column} must be a string, not {type(value).__name__}")
             prompt = [{"role": "system", "content": args.system_prompt}] * bool(args.system_prompt)
             prompt += [{"role": "user", "content": problem}]
             if not tokenizer.chat_template:
                 prompt = "\n\n".join(message["content"] for message in prompt)
             prompt_ids = encode_prompt(tokenizer, prompt)
-            gold = str(answer) if answer is not None else solution if "\\boxed" in solution else ""
+            gold = answer if answer is not None else solution if "\\boxed" in solution else ""
             if not problem.strip():
                 dropped["empty problem"] += 1
             elif len(prompt_ids) > args.max_prompt_length:
@@ -367,7 +372,10 @@ def load_problems(args: Args, flag: str, name: str, split: str, tokens: tuple, g
     except ValueError as error:
         fail(f"{flag} {name}, line {number}: {error}")
     except (jinja2.TemplateError, TypeError) as error:
-        fail(f"{flag} {name}, line {number}: the chat template cannot render it ({error}); pass --chat-template FILE")
+        fail(
+            f"{flag} {name}, line {number}: the chat template cannot render it ({error}); pass --chat-template "
+            'FILE, or --system-prompt "" if it takes no system message'
+        )
     golds = parse_answers(grader, [problem.gold for problem in problems])
     dropped["answer that cannot be parsed"] = golds.count(None)
     problems = [problem._replace(gold=gold) for problem, gold in zip(problems, golds) if gold is not None]
@@ -443,8 +451,13 @@ def score(grader, problems: list[Problem], texts: list[str]) -> tuple[list[tuple
 
 
 def group_advantages(rewards) -> torch.Tensor:
-    """(R - mean) / (std + 1e-4) within each group, with the sample std (Open-R1). rewards: (prompts, G), any unit."""
-    return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+    """(R - mean) / (std + 1e-4) within each group, with the sample std (Open-R1); exactly 0 where all are equal.
+
+    rewards: (prompts, G).
+    """
+    equal = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+    return advantages.masked_fill(equal, 0.0)
 
 
 # === Loss ============================================================================================================
@@ -557,7 +570,7 @@ def check_lengths(args: Args, config, trained: int, sampled: int) -> None:
     if getattr(config.get_text_config(), "rope_parameters", None) is None and max(trained, sampled) > limit:
         fail(
             f"--model {args.model} has {limit} positions; the longest sequence has {trained} tokens and a sample up to "
-            f"{sampled}: lower --max-length or --max-new-tokens"
+            f"{sampled}: lower --max-prompt-length, --max-length or --max-new-tokens"
         )
 
 
@@ -656,7 +669,8 @@ def main(args: Args) -> None:
         for key in [key for key, value in part.to_dict().items() if "drop" in key and isinstance(value, float)]:
             setattr(part, key, 0.0)
     tokens = tokenizer, eos_ids, pad_id = load_tokenizer(args, config)
-    grader = start_grader(max(1, (os.cpu_count() or 1) // world), args.grading_time_limit)
+    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    grader = start_grader(max(1, min(cores, 8)), args.grading_time_limit)
     problems, told = load_problems(args, "--dataset", args.dataset, args.dataset_split, tokens, grader)
     say(told)
     prompts = []
@@ -670,7 +684,7 @@ def main(args: Args) -> None:
         )
     prompts = prompts[: args.eval_samples]
     longest = max(len(problem.prompt_ids) for problem in problems + prompts) + args.max_new_tokens
-    check_lengths(args, config, 0, longest)
+    check_lengths(args, config, min(longest, args.max_length), longest)
 
     # --- models
     policy = load_sharded(args, config, mesh, torch.float32, compute_dtype).train()

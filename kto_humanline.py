@@ -1,7 +1,7 @@
 """Humanline KTO: alignment from single good and bad completions, against a reference one step behind the policy.
 
 The paper is "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207); KTO is its equation 7. Two lines make
-the humanline variant: `grep -n "# humanline" kto_humanline.py` shows them.
+the humanline variant: `grep -n "# humanline [cs]" kto_humanline.py` shows them.
 
     python kto_humanline.py                                   # one process, the embedded toy, about a minute
     torchrun --nproc-per-node 4 kto_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct ...  # see docs/kto.md
@@ -586,7 +586,7 @@ def check_lengths(args: Args, config, trained: int, sampled: int) -> None:
     if getattr(config.get_text_config(), "rope_parameters", None) is None and max(trained, sampled) > limit:
         fail(
             f"--model {args.model} has {limit} positions; the longest sequence has {trained} tokens and a sample up to "
-            f"{sampled}: lower --max-length or --max-new-tokens"
+            f"{sampled}: lower --max-prompt-length, --max-length or --max-new-tokens"
         )
 
 

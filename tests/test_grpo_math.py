@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import statistics
 
 import pytest
@@ -11,10 +12,19 @@ import torch.distributed.checkpoint as dcp
 import tyro
 from conftest import ROOT, SHARED, finish, metrics, run_ranks, start_ranks
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_math_humanline
-from grpo_math_humanline import Args, Example, format_reward, group_advantages, tag_count_reward, validate
+from grpo_math_humanline import (
+    Args,
+    Example,
+    format_reward,
+    group_advantages,
+    load_problems,
+    tag_count_reward,
+    validate,
+)
+from utils import grade, start_grader
 
 SCRIPT = "grpo_math_humanline"
 TOY = ROOT / "toy" / "shell_game"
@@ -73,6 +83,7 @@ def test_advantages_have_the_sample_standard_deviation_and_a_small_constant():
     by_hand = [(reward - mean) / (deviation + 1e-4) for reward in rewards[0].tolist()]
     assert group_advantages(rewards)[0].tolist() == pytest.approx(by_hand, rel=1e-12)
     assert group_advantages(rewards)[1].tolist() == [0, 0, 0, 0]
+    assert group_advantages(torch.full((1, 3), 0.1, dtype=torch.float64)).tolist() == [[0, 0, 0]]
 
 
 # --- sampling every S steps ----------------------------------------------------------------------------------------
@@ -237,9 +248,23 @@ def test_answers_come_from_a_boxed_solution_numbers_or_parquet(tmp_path, capsys)
     boxed = [{"problem": ROW["problem"], "solution": f"We see \\boxed{{{i}}}, no: $\\boxed{{5}}$."} for i in range(4)]
     main(*written(tmp_path, *boxed, {"problem": "1 45", "solution": "no box: 5"}))
     assert "4 problems, 1 dropped {'no answer': 1}" in capsys.readouterr().out
-    Dataset.from_list([ROW | {"answer": 5}] * 4).to_parquet(tmp_path / "p.parquet")
+    Dataset.from_list([ROW | {"answer": x} for x in (5.0, 1e-5, 1e20, 0.5, math.nan)]).to_parquet(
+        tmp_path / "p.parquet"
+    )
     main(*written(tmp_path, ROW)[:-1], tmp_path / "run2", "--dataset", tmp_path / "p.parquet")
-    assert "4 problems, 0 dropped" in capsys.readouterr().out
+    assert "4 problems, 1 dropped {'no answer': 1}" in capsys.readouterr().out
+
+
+def test_numbers_are_golds_that_right_answers_equal(tmp_path):
+    rows = [ROW | {"answer": number} for number in (5.0, 1e-5, 1e20, 3)]
+    (tmp_path / "n.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokens, pool = (AutoTokenizer.from_pretrained(TOY / "policy"), {5}, 0), start_grader(1)
+    problems, _ = load_problems(Args(system_prompt=""), "--dataset", str(tmp_path / "n.jsonl"), "", tokens, pool)
+    golds = [problem.gold for problem in problems]
+    assert grade(pool, ["5", "0.00001", "10^{20}", "3"], golds) == ([1, 1, 1, 1], 0)
+    assert grade(pool, ["6", "0.1", "10^{19}", "4"], golds) == ([0, 0, 0, 0], 0)
+    pool.stop()
+    pool.join()
 
 
 @pytest.mark.parametrize(
@@ -248,7 +273,8 @@ def test_answers_come_from_a_boxed_solution_numbers_or_parquet(tmp_path, capsys)
         ([ROW, {"answer": "5"}], "line 2: the row has no problem; the columns are "),
         ([{"problem": "2 45"}], "line 1: the row has no answer or solution; the columns are problem"),
         ([ROW | {"problem": ["2"]}], "line 1: problem must be a string, not list"),
-        ([ROW | {"answer": [5]}], "line 1: answer or solution must be a string, not list"),
+        ([ROW | {"answer": [5]}], "line 1: answer must be a string, not list"),
+        ([{"problem": "2 45", "solution": 5}], "line 1: solution must be a string, not int"),
         ([ROW | {"answer": ""}], "no problem is left to train on; 1 dropped"),
         ([ROW] * 3, "3 problems are less than one step's --prompts-per-step 4"),
     ],
