@@ -1,5 +1,7 @@
 """Runs the scripts for real, in one or several ranks, and reads what they wrote."""
 
+import contextlib
+import itertools
 import json
 import multiprocessing.forkserver
 import os
@@ -23,10 +25,17 @@ sys.path.insert(0, str(ROOT))
 os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}  # before torch; for the ranks too
 
 
+# A rank binds its port a while after it was chosen, so none may be one that the system hands out meanwhile (they begin
+# at 32768), or another pytest process chooses.
+SLOT = int(os.environ.get("PYTEST_XDIST_WORKER", "gw9").removeprefix("gw")) % 10 + 10 * bool(find_spec("vllm"))
+PORTS = itertools.count(12_000 + 1_000 * SLOT)
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    for port in PORTS:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @cache
