@@ -330,6 +330,43 @@ def test_a_folder_with_a_run_is_refused_and_resume_needs_its_settings(whole, dat
     assert (whole / "args.json").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--dataset", "absent.jsonl"], "--dataset absent.jsonl: no such file"),
+        (["--eval-dataset", "absent.jsonl"], "--eval-dataset absent.jsonl: no such file"),
+        (["--dataset", "empty.jsonl"], "--dataset empty.jsonl is empty"),
+        (["--dataset", "broken.jsonl"], "--dataset broken.jsonl, line 2 is not JSON"),
+        (["--dataset", "."], "--dataset . is not a .json"),
+        (["--model", "absent/model/folder"], "--model absent/model/folder: neither a model folder"),
+        (["--chat-template", "absent.jinja"], "--chat-template absent.jinja: no such file"),
+        (["--chat-template", "broken.jinja"], "the chat template cannot render it"),
+        (["--eos-token", "<|absent|>"], "--eos-token '<|absent|>' is not in the vocabulary"),
+        (["--k", 0], "--k is 0"),
+        (["--lr", "nan"], "--lr is nan"),
+        (["--warmup-fraction", 2], "--warmup-fraction is 2.0"),
+        (["--log-epsilon-P=0.5"], "--log-epsilon-P is 0.5"),
+        (["--log-epsilon-R=-0.5"], "--log-epsilon-R is -0.5"),
+        (["--max-prompt-length", 1, "--max-length", 9], "no problem is left to train on; 64 dropped"),
+        (["--output-dir", "empty.jsonl"], "--output-dir empty.jsonl: empty.jsonl is a file"),
+        (["--output-dir", "absent", "--resume"], "'absent' holds no run to resume"),
+    ],
+)
+def test_bad_input_is_named_in_one_paragraph_and_nothing_is_written(
+    data, tmp_path, monkeypatch, capsys, arguments, said
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "broken.jsonl").write_text(json.dumps(ROW) + '\n{"problem"\n')
+    (tmp_path / "broken.jinja").write_text("{% for m in %}")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(SystemExit) as stop:
+        main(*RUN, "--dataset", data, "--output-dir", "run", *arguments)
+    message = capsys.readouterr().err.partition("error: ")[2].strip()
+    assert stop.value.code == 1 and said in message and "\n\n" not in message and "Traceback" not in message
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.skipif(not SHARED.exists(), reason="no real data beside the checkout")
 def test_the_real_math_file_goes_through_and_a_batch_without_any_advantage_is_survived(tmp_path, capsys):
     run = ["--model", str(SHARED / "model-stories260K"), "--eval-dataset", str(SHARED / "math" / "math500_test.jsonl")]
