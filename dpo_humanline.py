@@ -3,478 +3,137 @@
 The paper is "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207); DPO is its equation 6. Two lines make
 the humanline variant: `grep -n "# humanline [cs]" dpo_humanline.py` shows them.
 
-    python dpo_humanline.py                                   # one process, the embedded toy, about a minute
-    torchrun --nproc-per-node 4 dpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --k 1 ...  # see README.md
+    python dpo_humanline.py                                   # one process, the embedded toy, half a minute
+    torchrun --nproc-per-node 4 dpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset ...  # README
 
-Differs from the paper in: the gradient norm is clipped globally, not per rank; masks are explicit; every normaliser
-is over the whole global batch; the defaults are the toy's. docs/dpo.md has the list with reasons.
+Differs from the paper in: the gradient norm is one over all ranks; masks are explicit; every normaliser is over the
+whole global batch. docs/dpo.md has the reasons. Blocks marked "shared" are the same in all four scripts.
 
-Shapes: B sequences (the chosen completions first, then the rejected ones), T tokens.
+Shapes: B sequences (the chosen completions first, then the rejected ones), T tokens. Log-probabilities are in nats.
 """
 
-import glob
+# --- shared: imports
 import gzip
 import json
 import math
 import os
-import re
-import resource
 import shutil
+import signal
 import sys
 import time
 from collections import Counter, defaultdict
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
-from itertools import zip_longest
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, get_type_hints
 
 import datasets
-import jinja2
 import numpy as np
+import pyarrow.parquet
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as dcp_state
-import torch.nn.functional as F
 import transformers
 import tyro
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from tqdm import trange
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from utils import (
-    encode_completion,
-    encode_prompt,
-    engine_difference,
-    generate,
-    load_reward_model,
-    mean_and_se,
-    pad_batch,
-    reward_scores,
-    sequence_logps,
-    sleep_engine,
-    start_engine,
-    to_text,
-    token_logps,
-    update_engine,
-    win_rate,
-)
+import utils
 
-TOY = Path(__file__).resolve().parent / "toy" / "bouquets"
+# --- end shared: imports
 
-# === Args ============================================================================================================
+# === Args ===
+
+# --- shared: ranges
+Positive = Annotated[float, "a finite number above 0", lambda v: 0 < v < math.inf]
+NonNegative = Annotated[float, "a finite number, at least 0", lambda v: 0 <= v < math.inf]
+Share = Annotated[float, "from 0 to 1", lambda v: 0 <= v <= 1]
+PositiveShare = Annotated[float, "above 0 and at most 1", lambda v: 0 < v <= 1]
+Count = Annotated[int, "at least 1", lambda v: v >= 1]
+CountOr0 = Annotated[int, "at least 0", lambda v: v >= 0]
+AtLeast2 = Annotated[int, "at least 2", lambda v: v >= 2]
+Above0 = Annotated[float, "above 0, such as 1.5", lambda v: v > 0]
+Below0 = Annotated[float, "below 0, such as -1.5", lambda v: v < 0]
+# --- end shared: ranges
 
 
 @dataclass
 class Args:
-    # experiment
-    seed: int = 1
-    """seed of the data order, of humanline sampling and of generation"""
-    output_dir: str = ""
-    """receives metrics.jsonl, checkpoints/, final/, summary.json ...; default runs/<script>__<seed>__<time>"""
-    resume: bool = False
-    """continue the run in --output-dir from its newest checkpoint (from step 0 if it has none yet)"""
-    checkpoint_every: int = 100
-    """optimizer steps between checkpoints of policy, reference and Adam moments; 0: never"""
-    track: bool = False
-    """log to Weights & Biases too (pip install wandb; its WANDB_PROJECT and WANDB_ENTITY apply)"""
-
     # data
-    dataset: str = str(TOY / "preferences_train.jsonl.gz")
-    """preference pairs: a json, jsonl or parquet file (or .gz), or a Hub name; formats in docs/dpo.md"""
-    dataset_split: str = "train"
-    """split of a Hub --dataset, such as train[:10000]"""
-    eval_dataset: str | None = None
-    """held-out pairs in the same formats, or prompts; empty: none; default: the toy's for the toy's --dataset"""
-    eval_split: str = "test"
-    """split of a Hub --eval-dataset"""
-    max_prompt_length: int = 625
-    """tokens; pairs with a longer prompt are dropped (the authors' runs: 625)"""
-    max_length: int = 1250
-    """tokens of prompt and completion; a completion cut here gets no end-of-turn token (the authors' runs: 1250)"""
-    min_avg_logp: float | None = None
-    """nats per token; drop pairs whose chosen completion is less likely under the initial policy (Figure 6)"""
-    group_by_length: bool = True
-    """microbatches of pairs of similar length: less padding, the same numbers"""
-    pad_to_multiple_of: int = 1
-    """tokens; round padded lengths up: the same numbers"""
-
-    # model
-    model: str = str(TOY / "policy")
-    """initial policy and reference: a Hugging Face folder or Hub name"""
-    chat_template: str | None = None
-    """file with a Jinja chat template, in place of the tokenizer's"""
-    eos_token: str | None = None
-    """end-of-turn token, in place of the tokenizer's"""
-    pad_token: str | None = None
-    """pad token, in place of the tokenizer's; it is masked everywhere, so any token will do"""
-    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
-    """compute dtype; auto: bfloat16 on CUDA, float64 on CPU. Parameters and Adam moments are float32 always"""
-    gradient_checkpointing: bool = False
-    """recompute activations in the backward pass: less memory, more time"""
-    trust_remote_code: bool = False
-    """run Python code that comes with a model"""
-
+    dataset: str = ""  # pairs: json, jsonl (or .gz) or parquet file, or Hub name; formats in docs/dpo.md
+    eval_dataset: str = ""  # held-out pairs in the same formats, or prompts; empty: none
+    max_prompt_length: Count = 625  # tokens; pairs with a longer prompt are dropped (the authors: 625)
+    max_length: Count = 1250  # tokens of prompt and completion; one cut here has no end of turn (the authors: 1250)
+    min_avg_logp: float = -math.inf  # nats per token; drop pairs whose chosen one is below it at first (Figure 6)
     # optimization
-    num_steps: int = 320
-    """optimizer steps"""
-    batch_size: int = 32
-    """pairs per optimizer step, over all ranks (Table 1: 32)"""
-    micro_batch_size: int | None = None
-    """pairs per forward and backward pass of one rank; default batch_size / ranks: no accumulation"""
-    lr: float = 1e-3
-    """AdamW learning rate (Table 3: 5e-6)"""
-    warmup_fraction: float = 0.1
-    """share of the steps in which the learning rate rises linearly; then it is constant (Table 1: 0.1)"""
-    weight_decay: float = 1e-2
-    """AdamW weight decay (Table 1: 1e-2)"""
-    adam_eps: float = 1e-2
-    """AdamW epsilon (Table 1: 1e-5)"""
-    max_grad_norm: float = 1.0
-    """bound on the global gradient norm (Table 3: 1.0)"""
-
-    # humanline
-    humanline: bool = True
-    """humanline clipping and syncing; --no-humanline is neither, whatever --clip and --sync say"""
-    k: int = 16
-    """optimizer steps between syncs of the reference (Table 1: 1)"""
-    log_epsilon_P: float = -1.5
-    """lower bound of a token's log π_θ/π_ref in nats, below 0 (Table 1: -1.5)"""
-    log_epsilon_R: float = 1.5
-    """upper bound of a token's log π_θ/π_ref in nats, above 0 (Table 1: 1.5)"""
-    clip: Literal["clip", "sample", "none"] = "clip"
-    """humanline clipping, humanline sampling (Definition 4.2) in its place, or neither"""
-    sync: Literal["before_step", "after_step", "none"] = "before_step"
-    """humanline syncing, trust-region syncing in its place (after the update, Figure 10), or neither"""
-    kappa: float = 100.0
-    """humanline sampling: concentration κ of the Beta draws; κ → ∞ accepts what clipping does (Theorem 4.3)"""
-    M_P: float = 10.0
-    """humanline sampling: bound on π_θ/π_ref, above exp(log_epsilon_P)"""
-    M_R: float = 10.0
-    """humanline sampling: bound on π_ref/π_θ, above exp(-log_epsilon_R)"""
-
+    num_steps: Count = 312  # optimizer steps (Table 1: 10K pairs, once)
+    batch_size: Count = 32  # pairs per optimizer step, over all ranks (Table 1: 32)
+    micro_batch_size: CountOr0 = 0  # pairs per pass of one rank; 0: batch_size / ranks, no accumulation
+    lr: Positive = 5e-6  # AdamW learning rate (Table 3: 5e-6, online 2.5e-6)
+    weight_decay: NonNegative = 1e-2  # AdamW weight decay (Table 1: 1e-2)
+    adam_eps: Positive = 1e-5  # AdamW epsilon (Table 1: 1e-5)
+    max_grad_norm: Positive = 1.0  # global gradient norm (Table 3: 1.0; online 0.5, online + humanline 1.0)
     # algorithm
-    beta: float = 10.0
-    """DPO's β (Table 3: 0.1)"""
-
-    # rollout
-    online: bool = False
-    """train on rounds of completions sampled from the policy (Algorithm 1); --dataset then gives the prompts only"""
-    round_prompts: int = 1024
-    """prompts per round (Table 1: 1024)"""
-    samples_per_prompt: int = 8
-    """completions per prompt, of which the best and the worst make a pair (Table 1: 8)"""
-    reward_threshold: float = 0.01
-    """τ; a pair needs at least this difference of rewards (Table 1: 0.01)"""
-    engine: Literal["auto", "vllm", "hf"] = "auto"
-    """what samples: vLLM, transformers, or vLLM where it is installed"""
-    generation_batch_size: int = 256
-    """sequences per batch of transformers' generate, on one rank; lower it for large models"""
-    vllm_memory: float = 0.3
-    """share of each GPU's memory for vLLM"""
-    temperature: float = 0.7
-    """sampling temperature (Table 1: 0.7)"""
-    top_p: float = 0.95
-    """probability mass of nucleus sampling (Table 1: 0.95)"""
-    max_new_tokens: int = 64
-    """tokens per sampled completion (Table 1: 2048)"""
-
-    # evaluation
-    eval_every: int = 0
-    """optimizer steps between evaluations; 0: only before and after training"""
-    eval_samples: int = 256
-    """held-out prompts sampled for each evaluation; 0: none"""
-    eval_outputs: str | None = None
-    """file that receives the final completions in the format of the alpaca_eval command"""
-    reward_model: str | None = None
-    """classifier with one output that scores samples; empty: none; default: the toy's for the toy's --model"""
-
-
-# --- shared: fail
-def fail(message: str):
-    """Ends the run with a message and exit code 1. Every rank meets the same error, and rank 0 prints it."""
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(30)  # torchrun ends this rank as soon as rank 0 is gone; one that failed alone speaks up after all
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    if dist.is_initialized() and dist.get_backend() == "gloo":  # its threads could abort the interpreter's exit
-        dist.destroy_process_group()
-    raise SystemExit(1)
-
-
-# --- end shared: fail
+    beta: Positive = 0.1  # DPO's β (Table 3: 0.1)
+    k: Count = 1  # optimizer steps between syncs of the reference (Table 1: 1)
+    # --- shared: flags
+    # humanline
+    humanline: bool = True  # clipping and syncing; --no-humanline: neither, whatever --clip and --sync say
+    log_epsilon_P: Below0 = -1.5  # lower bound of a token's log π_θ/π_ref, nats (Tables 1, 2: -1.5)
+    log_epsilon_R: Above0 = 1.5  # upper bound of a token's log π_θ/π_ref, nats (Tables 1, 2: 1.5)
+    clip: Literal["clip", "sample", "none"] = "clip"  # sample: humanline sampling (Definition 4.2) instead
+    sync: Literal["before_step", "after_step", "none"] = "before_step"  # after_step: trust region (Figure 10)
+    kappa: Positive = 100.0  # concentration of the Beta draws of eq. 5; κ → ∞ is clipping (Theorem 4.3)
+    M: Positive = 10.0  # of eq. 5, bound on both ratios, above exp(log_epsilon_P) and exp(-log_epsilon_R)
+    # experiment
+    seed: CountOr0 = 1  # seed of the data order, of humanline sampling and of generation
+    output_dir: str = ""  # metrics.jsonl, checkpoints/, final/, summary.json; default runs/<script>__<seed>__<time>
+    resume: str = ""  # folder of a run, which goes on with its own flags; flags beside this one win
+    checkpoint_every: CountOr0 = 100  # optimizer steps between checkpoints; 0: never
+    eval_every: CountOr0 = 0  # optimizer steps between evaluations; 0: only before and after training
+    eval_samples: CountOr0 = 256  # held-out prompts sampled for each evaluation; 0: none
+    warmup_fraction: Share = 0.1  # share of the steps in which lr rises linearly, then stays (Tables 1, 2: 0.1)
+    track: bool = False  # log to Weights & Biases too (pip install wandb; WANDB_PROJECT, WANDB_ENTITY)
+    # model, data
+    model: str = ""  # initial policy and reference: folder or Hub name; empty: the embedded toy and its settings
+    chat_template: str = ""  # file with a Jinja chat template, in place of the tokenizer's
+    eos_token: str = ""  # end-of-turn token, in place of the tokenizer's
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # compute; auto: bfloat16 on CUDA, float64 on CPU
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    trust_remote_code: bool = False  # run Python code that comes with a model
+    dataset_split: str = "train"  # split of a Hub --dataset, such as train[:10000]
+    eval_split: str = "test"  # split of a Hub --eval-dataset
+    # sampling
+    max_new_tokens: Count = 2048  # tokens per sampled completion (Tables 1 and 2: 2048)
+    engine: Literal["auto", "vllm", "hf"] = "auto"  # what samples; auto: vLLM where installed
+    vllm_memory: PositiveShare = 0.3  # share of each GPU's memory for vLLM
+    generation_batch_size: Count = 32  # sequences per batch of transformers' generate, on one rank
+    # --- end shared: flags
+    # --- shared: rounds
+    temperature: NonNegative = 0.7  # sampling temperature (Table 1: 0.7)
+    top_p: PositiveShare = 0.95  # probability mass of nucleus sampling (Table 1: 0.95)
+    online: bool = False  # rounds of samples from the policy (Algorithm 1); --dataset gives prompts only
+    reward_model: str = ""  # classifier with one output that scores samples; empty: none
+    round_prompts: Count = 1024  # prompts per round (Table 1: 1024)
+    samples_per_prompt: AtLeast2 = 8  # best and worst make a pair (Table 1: 8)
+    reward_threshold: NonNegative = 0.01  # τ; a pair needs at least this difference of rewards (Table 1: 0.01)
+    # --- end shared: rounds
 
 
-def validate(args: Args, world: int) -> None:
-    """Stops with a message that names the flag, its value and the fix, before anything is loaded."""
-    positive = {"lr", "beta", "max_grad_norm", "adam_eps", "kappa", "M_P", "M_R"}
-    at_least_1 = {"k", "num_steps", "batch_size", "micro_batch_size", "max_new_tokens", "pad_to_multiple_of"}
-    at_least_1 |= {"max_prompt_length", "max_length", "round_prompts", "generation_batch_size"}
-    at_least_0 = {"seed", "checkpoint_every", "eval_every", "eval_samples", "weight_decay", "temperature"}
-    at_least_0 |= {"reward_threshold"}
-    for name, value in asdict(args).items():
-        for names, wanted, ok in (
-            (positive, "a finite number above 0", lambda v: v > 0 and math.isfinite(v)),
-            (at_least_1, "at least 1", lambda v: v >= 1),
-            (at_least_0, "at least 0 and finite", lambda v: v >= 0 and math.isfinite(v)),
-            ({"warmup_fraction"}, "a share of the steps, from 0 to 1", lambda v: 0 <= v <= 1),
-            ({"top_p", "vllm_memory"}, "above 0 and at most 1", lambda v: 0 < v <= 1),
-            ({"samples_per_prompt"}, "at least 2: the best and the worst make a pair", lambda v: v >= 2),
-            ({"log_epsilon_P"}, "below 0, such as -1.5", lambda v: v < 0),
-            ({"log_epsilon_R"}, "above 0, such as 1.5", lambda v: v > 0),
-        ):
-            if name in names and value is not None and not ok(value):
-                fail(f"--{name.replace('_', '-')} is {value}; it must be {wanted}")
-    if args.clip == "sample" and not (
-        args.M_P > math.exp(args.log_epsilon_P) > 0 and args.M_R > math.exp(-args.log_epsilon_R) > 0
-    ):
-        fail("--clip sample: finite bounds, --M-P above exp(log_epsilon_P), --M-R above exp(-log_epsilon_R) needed")
-    if args.online and not args.temperature:
-        fail(f"--temperature 0 makes the --samples-per-prompt {args.samples_per_prompt} all the same; raise it")
-    if args.online and args.min_avg_logp is not None:
-        fail("--min-avg-logp filters a data set; with --online there is none to filter")
-    if args.online and not args.reward_model:
-        fail("--online needs a --reward-model to score the samples")
-    for flag, package, wanted in (("--engine vllm", "vllm", args.engine == "vllm"), ("--track", "wandb", args.track)):
-        if wanted and not find_spec(package):
-            fail(f"{flag} needs {package}, which is not installed; see the README, or leave the flag out")
-    if args.max_length <= args.max_prompt_length:
-        fail(f"--max-length {args.max_length} must be above --max-prompt-length {args.max_prompt_length}; raise it")
-    if args.batch_size % (world * (args.micro_batch_size or 1)):
-        micro = [m for m in range(1, args.batch_size // world + 1) if args.batch_size % (world * m) == 0]
-        fail(
-            f"--batch-size {args.batch_size} is not a multiple of {world} ranks x --micro-batch-size "
-            f"{args.micro_batch_size or 1}; with it, these --micro-batch-size work: {micro or 'none'}; with this "
-            f"--micro-batch-size, a multiple of {world * (args.micro_batch_size or 1)} as --batch-size does"
-        )
-    if args.chat_template and not Path(args.chat_template).is_file():
-        fail(f"--chat-template {args.chat_template}: no such file")
-    for flag, name in (("--model", args.model), ("--reward-model", args.reward_model)):
-        if name and not (Path(name) / "config.json").is_file():
-            if Path(name).exists() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
-                fail(f"{flag} {name}: neither a model folder (with a config.json) nor a Hub name (owner/name)")
-    if args.eval_outputs and not Path(args.eval_outputs).absolute().parent.is_dir():
-        fail(f"--eval-outputs {args.eval_outputs}: its folder does not exist; create it first")
-    folder = Path(args.output_dir)
-    if taken := next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None):
-        fail(f"--output-dir {folder}: {taken} is a file; name a folder")
-    if args.resume and not (args.output_dir and (folder / "args.json").is_file()):
-        fail(
-            f"--resume: --output-dir {args.output_dir!r} holds no run to resume (no args.json); correct one of the two"
-        )
-    if args.resume:
-        try:
-            old = json.loads((folder / "args.json").read_text())
-        except ValueError as error:
-            fail(f"--resume: {folder}/args.json cannot be read: {error}")
-        free = "resume output_dir track checkpoint_every micro_batch_size pad_to_multiple_of group_by_length".split()
-        free += "gradient_checkpointing vllm_memory eval_outputs".split()  # none of these changes the numbers
-        new = {name: value for name, value in asdict(args).items() if name not in free}
-        differ = [f"--{n.replace('_', '-')} was {old.get(n)}, is {v}" for n, v in new.items() if old.get(n) != v]
-        if differ:
-            fail(f"--resume: {folder} was started with other settings ({'; '.join(differ)}); repeat its own")
-    elif args.output_dir and any((folder / name).exists() for name in ("args.json", "metrics.jsonl", "final")):
-        fail(f"--output-dir {folder} already holds a run; continue it with --resume, or name another folder")
+# What the embedded toy of 0.1 million parameters needs instead of the paper's settings: larger steps, and an Adam ε
+# that keeps tokens which no pair disputes from drifting.
+FOLDER = Path(__file__).resolve().parent / "toy" / "bouquets"
+TOY = dict(model=f"{FOLDER}/policy", reward_model=f"{FOLDER}/reward_model", generation_batch_size=256)
+TOY |= dict(dataset=f"{FOLDER}/preferences_train.jsonl.gz", eval_dataset=f"{FOLDER}/preferences_test.jsonl.gz")
+TOY |= dict(num_steps=320, lr=1e-3, adam_eps=1e-2, k=16, beta=10.0, max_new_tokens=64)
+TOY_ONLINE = dict(dataset=f"{FOLDER}/prompts_train.jsonl.gz")
 
-
-# === Data ============================================================================================================
-
-
-class Pair(NamedTuple):
-    row: int  # of the data set, counted from 1: the line of a json lines file
-    prompt: str | list  # text, or messages if there is a chat template
-    prompt_ids: list[int]
-    chosen_ids: list[int]  # ends with the end-of-turn token, unless it was cut at --max-length
-    rejected_ids: list[int]
-
-
-# --- shared: load_rows
-def load_rows(flag: str, name: str, split: str) -> list[dict]:
-    """Rows of a json, jsonl or parquet file (or .gz), or of a Hub data set."""
-    path = Path(name)
-    kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(Path(name.removesuffix(".gz")).suffix)
-    if path.is_dir() or (path.exists() and kind is None):
-        fail(f"{flag} {name} is not a .json, .jsonl or .parquet file (or one of these with .gz)")
-    if not path.exists() and (kind or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name)):
-        fail(f"{flag} {name}: no such file, and not a Hub name (owner/name)")
-    if path.exists() and path.stat().st_size == 0:
-        fail(f"{flag} {name} is empty")
-    try:
-        source = (
-            {"path": kind, "data_files": glob.escape(name), "split": "train"}
-            if kind
-            else {"path": name, "split": split}
-        )
-        rows = list(datasets.load_dataset(**source))
-    except Exception as error:
-        try:  # the library's message names no line
-            text = (gzip.open if name.endswith(".gz") else open)(path, "rt").read() if kind == "json" else "?"
-        except (OSError, EOFError, ValueError) as wrong:
-            fail(f"{flag} {name} cannot be read: {wrong}")
-        if text.strip() in ("", "[]"):
-            fail(f"{flag} {name} has no rows")
-        array = ".jsonl" not in name and text.lstrip().startswith("[")
-        for number, line in enumerate([text] if array else text.split("\n"), 1) if kind == "json" else ():
-            try:
-                if line.strip() and not isinstance(json.loads(line), list if array else dict):
-                    fail(f"{flag} {name}, line {number} is not JSON: not an object")
-            except json.JSONDecodeError as wrong:
-                fail(f"{flag} {name}, line {number + wrong.lineno - 1} is not JSON: {wrong.msg}, column {wrong.colno}")
-        fail(f"{flag} {name} cannot be loaded: {' '.join(str(error.__cause__ or error or type(error)).split())[:500]}")
-    return rows or fail(f"{flag} {name} has no rows")
-
-
-# --- end shared: load_rows
-
-
-# --- shared: read_preferences
-def read_preferences(rows: list[dict], prompts_only: bool) -> list[tuple]:
-    """(row number, prompt, chosen, rejected) from rows with `prompt`, `chosen` and `rejected`, or with conversations
-    that share their beginning; (row number, prompt) from rows without completions if `prompts_only`."""
-    preferences = []
-    for number, row in enumerate(rows, 1):
-        prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
-        if isinstance(chosen, list) and isinstance(rejected, list):
-            turns = min(len(chosen), len(rejected)) - 1
-            shared = next((i for i in range(turns) if chosen[i] != rejected[i]), turns)
-            if shared > 0:  # the shared messages are the prompt, and a `prompt` column only repeats them
-                before = prompt if isinstance(prompt, list) and prompt != chosen[: len(prompt)] else []
-                prompt, chosen, rejected = before + chosen[:shared], chosen[shared:], rejected[shared:]
-        needed = {"prompt": prompt} if prompts_only else {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-        if missing := [name for name, value in needed.items() if value is None]:
-            raise ValueError(f"row {number} has no {missing[0]!r}; the columns are {', '.join(rows[0])}")
-        preferences.append((number, *needed.values()))
-    return preferences
-
-
-def check_label(number: int, row: dict) -> bool:
-    """The label of an unpaired row, which must be a boolean: "false" and -1 are true in Python."""
-    if row["label"] not in (True, False):
-        raise ValueError(f"row {number}: label must be true or false, not {row['label']!r}")
-    return bool(row["label"])
-
-
-# --- end shared: read_preferences
-
-
-def pair_up(rows: list[dict]) -> list[tuple]:
-    """(row number, prompt, chosen, rejected) from unpaired rows: a prompt's n-th desirable completion with its n-th
-    undesirable one; None for both where one is missing."""
-    groups = defaultdict(lambda: ([], []))
-    for number, row in enumerate(rows, 1):
-        groups[json.dumps(row["prompt"])][not check_label(number, row)].append(
-            (number, row["prompt"], row["completion"])
-        )
-    both = [pair for goods, bads in groups.values() for pair in zip_longest(goods, bads)]
-    return [(*good, bad[2]) if good and bad else (*(good or bad)[:2], None, None) for good, bad in both]
-
-
-def load_pairs(
-    args: Args, flag: str, name: str, split: str, tokens: tuple, prompts_only=False
-) -> tuple[list[Pair], str]:
-    """Tokenized pairs (prompts alone if `prompts_only`; if None, where there is nothing else), and a line about them.
-    Rows that cannot train are dropped and counted; none left is an error."""
-    (tokenizer, eos_ids, _), pairs, dropped, number = tokens, [], Counter(), None
-    rows = load_rows(flag, name, split)
-    if prompts_only is None:
-        prompts_only = not {"chosen", "completion"} & rows[0].keys()
-    unpaired = {"prompt", "completion", "label"} <= rows[0].keys() and not prompts_only
-    try:
-        for number, prompt, *completions in pair_up(rows) if unpaired else read_preferences(rows, prompts_only):
-            if completions == [None, None]:
-                dropped["unpaired, without a completion of the other label for its prompt"] += 1
-                continue
-            prompt, _ = to_text(tokenizer, prompt, "")
-            texts = [] if prompts_only else [to_text(tokenizer, prompt, completion)[1] for completion in completions]
-            prompt_ids = encode_prompt(tokenizer, prompt)
-            if None in texts:
-                dropped["completion is not one assistant message"] += 1
-            elif not all(text.strip() for text in texts):
-                dropped["empty completion"] += 1
-            elif not prompt_ids:
-                dropped["empty prompt"] += 1
-            elif len(prompt_ids) > args.max_prompt_length:
-                dropped[f"prompt longer than --max-prompt-length {args.max_prompt_length}"] += 1
-            else:
-                ids = [encode_completion(tokenizer, prompt, text, eos_ids) for text in texts] or [[], []]
-                pair = Pair(number, prompt, prompt_ids, *[part[: args.max_length - len(prompt_ids)] for part in ids])
-                if pair.chosen_ids == pair.rejected_ids and texts:
-                    dropped["chosen equals rejected"] += 1
-                else:
-                    pairs.append(pair)
-    except ValueError as error:
-        fail(f"{flag} {name}" + f", line {number}" * (number is not None) + f": {error}")
-    except (jinja2.TemplateError, TypeError) as error:
-        fail(f"{flag} {name}, line {number}: the chat template cannot render it ({error}); pass --chat-template FILE")
-    told = f"{sum(dropped.values())} dropped {dict(dropped) or ''}"
-    if not pairs:
-        fail(f"{flag} {name}: no {'prompt' if prompts_only else 'pair'} is left to train on; {told}")
-    return pairs, f"{flag} {name}: {len(pairs)} {'prompts' if prompts_only else 'pairs'}, {told}"
-
-
-def pair_sequences(pairs: list[Pair]) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, completion ids): all chosen completions, then all rejected ones."""
-    return [(p.prompt_ids, p.chosen_ids) for p in pairs] + [(p.prompt_ids, p.rejected_ids) for p in pairs]
-
-
-# === Rollout =========================================================================================================
-
-
-# --- shared: rollout
-def sample(args: Args, engine, policy, prompts: list, count: int, seed: tuple, tokens: tuple, judge):
-    """`count` completions of every prompt from the present policy, for training and evaluation alike.
-
-    Returns:
-        Completion ids, the `count` ones of a prompt in a row; their texts; a dict of their lengths (tokens), whether
-        they finished by themselves, and, with a judge, rewards, float64 tensors (N·count,); and metrics.
-    """
-    started, (tokenizer, eos_ids, pad_id) = time.perf_counter(), tokens
-    update_engine(engine, policy)
-    repeated = [pair for pair in prompts for _ in range(count)]
-    prompt_ids = [pair.prompt_ids for pair in repeated]
-    sampling = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
-    sampling |= {"seed": seed, "eos_ids": eos_ids, "pad_id": pad_id, "batch_size": args.generation_batch_size}
-    ids, logps = generate(engine, prompt_ids, **sampling)
-    sleep_engine(engine)
-    few = list(zip(prompt_ids, ids))[:8]
-    mean, largest = engine_difference(policy, few, logps[:8], pad_id, next(policy.parameters()).device)
-    if not ((mean < 0.1) if args.dtype == "bfloat16" else (largest < 1e-3)):
-        fail(
-            f"--engine {args.engine}: the log-probs of its samples differ from the policy's by {mean:.2g} on average, "
-            f"{largest:.2g} at most (nats): it does not sample from the model that is trained"
-        )
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    finished = [completion[-1] in eos_ids for completion in ids]
-    values = {"length": torch.tensor([len(completion) for completion in ids]).double()}
-    values["finished"] = torch.tensor(finished).double()
-    if judge:
-        values["reward"] = reward_scores(*judge, list(zip([pair.prompt for pair in repeated], texts, finished)))
-        if not values["reward"].isfinite().all():
-            fail(f"--reward-model {args.reward_model} gives scores that are not finite")
-    metrics = {f"rollout/{key}_mean": value.mean().item() for key, value in values.items()}
-    metrics |= {"rollout/logp_diff_mean": mean, "rollout/logp_diff_max": largest}
-    return ids, texts, values, metrics | {"perf/rollout_time": time.perf_counter() - started}
-
-
-# --- end shared: rollout
-
-
-def best_against_worst(args: Args, prompts: list[Pair], ids: list[list[int]], rewards) -> list[Pair]:
-    """Algorithm 1: the best and the worst completion of every prompt whose rewards differ by τ or more."""
-    best, worst = rewards.view(len(prompts), -1).max(1), rewards.view(len(prompts), -1).min(1)
-    pairs = []
-    for i, prompt in enumerate(prompts):
-        if best.values[i] - worst.values[i] >= args.reward_threshold:
-            group, room = ids[i * args.samples_per_prompt :], args.max_length - len(prompt.prompt_ids)
-            chosen, rejected = group[best.indices[i]][:room], group[worst.indices[i]][:room]
-            if chosen != rejected:
-                pairs.append(prompt._replace(chosen_ids=chosen, rejected_ids=rejected))
-    return pairs
-
-
-# === Loss ============================================================================================================
+# === Loss ===
 
 
 def dpo_loss(log_ratio, mask, beta: float):
@@ -488,23 +147,15 @@ def dpo_loss(log_ratio, mask, beta: float):
         The loss of every pair (B/2,), and the rewards β·Σ_t log_ratio (B,), detached.
     """
     rewards = beta * (log_ratio * mask).sum(-1)  # (B,)
-    chosen, rejected = rewards.chunk(2)
-    return -F.logsigmoid(chosen - rejected), rewards.detach()
+    chosen, rejected = rewards.chunk(2)  # (B/2,) each
+    return -torch.nn.functional.logsigmoid(chosen - rejected), rewards.detach()
 
 
 # --- shared: humanline
-def humanline_sampling(log_ratio, B_P, B_R, M_P: float, M_R: float):
-    """Equation 5: a token with ratio < M_P·B_P or 1/ratio < M_R·B_R keeps its value and loses its gradient.
-
-    Args:
-        log_ratio: (B, T) log π_θ/π_ref in nats.
-        B_P, B_R: (B, T) independent Beta draws.
-
-    Returns:
-        log_ratio with the rejected tokens detached, and the two masks (B, T) of rejected tokens.
-    """
-    low, high = log_ratio.exp() < M_P * B_P, (-log_ratio).exp() < M_R * B_R
-    return torch.where(low | high, log_ratio.detach(), log_ratio), low, high
+def humanline_sampling(log_ratio, B_P, B_R, M: float):
+    """Equation 5: a token with ratio < M·B_P or 1/ratio < M·B_R keeps its value and loses its gradient."""
+    rejected = (log_ratio.exp() < M * B_P) | ((-log_ratio).exp() < M * B_R)
+    return torch.where(rejected, log_ratio.detach(), log_ratio)
 
 
 def beta_draws(mask, keys: list[tuple], kappa: float, mean: float):
@@ -522,77 +173,162 @@ def sync_reference(reference, policy) -> None:
 
 # --- end shared: humanline
 
-# === main ============================================================================================================
+# === Data ===
 
 
-# --- shared: setup
-def setup() -> tuple[int, int, torch.device, dist.device_mesh.DeviceMesh]:
-    """Rank, world size, device and mesh, under torchrun or as a single process."""
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device("cpu")
-    if "OMP_NUM_THREADS" not in os.environ:  # as torchrun does for several ranks; small models gain nothing from more
-        torch.set_num_threads(1)
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+# --- shared: data
+def fail(message: str):
+    """Ends the run with exit code 1. Every rank meets the same error, and rank 0 prints it."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(30)  # torchrun ends it once rank 0 is gone; one that failed alone speaks up
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    if dist.is_initialized() and dist.get_backend() == "gloo":  # its threads could abort the interpreter's exit
+        dist.destroy_process_group()
+    raise SystemExit(1)
+
+
+@contextmanager
+def blame(place: str, kind: type = Exception):
+    """Inside it, an exception ends the run with one line that names the place: a flag, a file, a line of it."""
+    try:
+        yield
+    except kind as error:
+        fail(f"{place}: {(str(error).strip() or type(error).__name__).splitlines()[0]}")
+
+
+def load_rows(flag: str, name: str, split: str) -> dict[int, dict]:
+    """{row number: row} of a .jsonl, .json (or .gz) or .parquet file, or of a Hub data set."""
+    with blame(f"{flag} {name}"):
+        if name.endswith(".parquet"):
+            return dict(enumerate(pyarrow.parquet.read_table(name).to_pylist(), 1))
+        if not name.removesuffix(".gz").endswith((".json", ".jsonl")):
+            if Path(name).exists() or name.count("/") != 1:
+                raise ValueError("neither a .json, .jsonl (or .gz) or .parquet file nor a Hub name (owner/name)")
+            return dict(enumerate(datasets.load_dataset(name, split=split), 1))
+        with (gzip.open if name.endswith(".gz") else open)(name, "rt", encoding="utf-8-sig") as file:
+            text = file.read()
+        if text.lstrip().startswith("["):
+            return dict(enumerate(json.loads(text), 1))
+    rows = {}
+    for number, line in enumerate(text.split("\n"), 1):
+        with blame(f"{flag} {name}, line {number} is not JSON"):
+            if line.strip():
+                rows[number] = json.loads(line)
+    return rows
+
+
+def load_groups(args, flag: str, name: str, split: str, tokens: utils.Tokens, sizes) -> list[tuple]:
+    """A group is the examples of one row, such as (chosen, rejected), or (prompt,) without completions. `sizes`: the
+    numbers of completions to accept. Rows that cannot train are dropped and counted."""
+    groups, dropped = [], Counter()
+    for number, row in load_rows(flag, name, split).items():
+        with blame(f"{flag} {name}, line {number}"):
+            if not isinstance(row, dict):
+                raise ValueError("it is not an object")
+            prompt, completions, rewards = read_row(args, row)
+            completions = completions if any(sizes) else []
+            unread = any(sizes) and not completions and {"chosen", "rejected", "completion", "completions"} & row.keys()
+            if prompt is None or unread or len(completions) not in sizes or len(completions) not in (0, len(rewards)):
+                raise ValueError(f"{WANTED}; the columns are {', '.join(row)}")
+            group, problem = utils.encode_group(args, tokens, number, prompt, completions, rewards)
+        if problem:
+            dropped[problem] += 1
+        else:
+            groups.append(group)
+    told = f"{flag} {name}: {len(groups)} rows, {dropped.total()} dropped{f' {dict(dropped)}' if dropped else ''}"
+    if not groups:
+        fail(f"{told}; none is left")
+    if odd := [group[0].row for group in groups if len(group) != len(groups[0])]:
+        fail(f"{flag} {name}, line {odd[0]}: not as many completions as in line {groups[0][0].row}")
+    if dist.get_rank() == 0:
+        print(told)
+    return groups
+
+
+def draw(rows: list, number: int, size: int, seed: int) -> list:
+    """Batch `number` of an endless sequence of epochs, each shuffled anew."""
+    epoch, position = divmod(number, len(rows) // size)
+    order = np.random.default_rng((seed, epoch)).permutation(len(rows))
+    return [rows[i] for i in order[position * size : (position + 1) * size]]
+
+
+# --- end shared: data
+
+
+# --- shared: preferences
+def split_conversations(row: dict) -> tuple:
+    """Prompt, chosen and rejected of a row. The messages that conversations share at their beginning are the prompt; a
+    `prompt` column repeats them, or comes before them."""
+    prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        turns = min(len(chosen), len(rejected)) - 1
+        shared = next((i for i in range(turns) if chosen[i] != rejected[i]), turns)
+        if shared > 0:
+            before = prompt if isinstance(prompt, list) and prompt != chosen[: len(prompt)] else []
+            prompt, chosen, rejected = before + chosen[:shared], chosen[shared:], rejected[shared:]
+    return prompt, chosen, rejected
+
+
+def best_and_worst(group: list[utils.Example], threshold: float) -> tuple:
+    """Algorithm 1: the best and the worst completion of a prompt; () if their tokens or their rewards are equal, or the
+    rewards differ by less than τ."""
+    best, worst = max(group, key=lambda x: x.reward), min(reversed(group), key=lambda x: x.reward)
+    if best.reward - worst.reward < threshold or best.reward == worst.reward:
+        return ()
+    return (best, worst) if best.completion_ids != worst.completion_ids else ()
+
+
+# --- end shared: preferences
+
+WANTED = "it needs a prompt, chosen and rejected (rows with a label train with kto_humanline.py)"
+
+
+def read_row(args: Args, row: dict) -> tuple:
+    """The prompt of a row, its completions, and their rewards."""
+    prompt, chosen, rejected = split_conversations(row)
+    return prompt, [completion for completion in (chosen, rejected) if completion is not None], [1.0, 0.0]
+
+
+# === Models and checkpoints ===
+
+
+# --- shared: models
+def setup() -> tuple[int, int, torch.device]:
+    """Rank, world size and device, under torchrun or as a single process."""
+    rank, world, local = (int(os.environ.get(key, n)) for key, n in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = None if "RANK" in os.environ else dist.HashStore()
+    elif "OMP_NUM_THREADS" not in os.environ:  # as torchrun does
+        torch.set_num_threads(1)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store = None if "RANK" in os.environ else dist.HashStore()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # what goes wrong is said once, by fail
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # it would call the Hub for local files too
-    return rank, world, device, init_device_mesh(device.type, (world,))
+    return rank, world, device
 
 
-def load_tokenizer(args: Args, config):
-    """The policy's tokenizer with the command line's overrides, every id that ends a turn, and the padding id."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
-    except Exception as error:
-        fail(f"--model {args.model}: its tokenizer cannot be loaded: {str(error).splitlines()[0]}")
-    if args.chat_template:
-        tokenizer.chat_template = Path(args.chat_template).read_text()
-    for name, token in (("eos_token", args.eos_token), ("pad_token", args.pad_token)):
-        if token and token not in tokenizer.get_vocab():
-            fail(f"--{name.replace('_', '-')} {token!r} is not in the vocabulary of {args.model}")
-        elif token:
-            setattr(tokenizer, name, token)
-    if tokenizer.eos_token_id is None:
-        fail(f"--model {args.model}: its tokenizer has no end-of-turn token; name one with --eos-token")
-    eos_ids = {tokenizer.eos_token_id}
-    try:
-        generation = transformers.GenerationConfig.from_pretrained(args.model)
-    except OSError:  # the model comes without one
-        generation = config.get_text_config()
-    for ids in (generation.eos_token_id, config.get_text_config().eos_token_id):
-        eos_ids |= {ids} if isinstance(ids, int) else set(ids or ())
-    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return tokenizer, eos_ids, pad_id
+def load_config(args):
+    """The model's configuration, with dropout off in policy and reference, and its dtype."""
+    with blame(f"--model {args.model}"):
+        config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    for part in (config, config.get_text_config()):
+        for key, value in part.to_dict().items():
+            if "drop" in key and isinstance(value, float):
+                setattr(part, key, 0.0)
+    return config, config.dtype or torch.float32
 
 
-def check_lengths(args: Args, config, trained: int, sampled: int) -> None:
-    """Stops when sequences (tokens of the longest one to train on and to sample) have no position in the model."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
-    if getattr(config.get_text_config(), "rope_parameters", None) is None and max(trained, sampled) > limit:
-        fail(
-            f"--model {args.model} has {limit} positions; the longest sequence has {trained} tokens and a sample up to "
-            f"{sampled}: lower --max-prompt-length, --max-length or --max-new-tokens"
-        )
-
-
-def load_sharded(args: Args, config, mesh, dtype: torch.dtype, compute_dtype: torch.dtype):
+def load_sharded(args, config, dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device):
     """The causal LM with parameters in `dtype`, sharded with FSDP2: each decoder block, then what is left, the root."""
     load = {"config": config, "dtype": dtype, "trust_remote_code": args.trust_remote_code}
-    try:
+    with blame(f"--model {args.model}"):
         model = AutoModelForCausalLM.from_pretrained(args.model, **load)
-    except Exception as error:
-        fail(f"--model {args.model}: its weights cannot be loaded: {str(error).splitlines()[0]}")
-    mixed_precision = MixedPrecisionPolicy(
-        param_dtype=compute_dtype, reduce_dtype=torch.promote_types(compute_dtype, torch.float32)
-    )
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mixed = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.promote_types(compute_dtype, torch.float32))
     # The root is resharded too: left gathered by a no-grad forward, it would not see the sync that follows.
-    shard = {"mesh": mesh, "mp_policy": mixed_precision, "reshard_after_forward": True}
+    shard = {"mesh": mesh, "mp_policy": mixed, "reshard_after_forward": True}
     for module in [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]:
         fully_shard(module, **shard)
     fully_shard(model, **shard)
@@ -602,372 +338,348 @@ def load_sharded(args: Args, config, mesh, dtype: torch.dtype, compute_dtype: to
     return model
 
 
-# --- end shared: setup
-
-
-# --- shared: files
-def write(path: Path, text: str) -> None:
-    """Replaces a file as a whole: whoever reads it, or resumes after a crash, sees the old text or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
-
-
 def training_state(policy, reference, optimizer) -> dict:
     weights, moments = dcp_state.get_state_dict(policy, optimizer)
     return {"policy": weights, "optimizer": moments, "reference": dcp_state.get_model_state_dict(reference)}
 
 
 def save_checkpoint(folder: Path, policy, reference, optimizer, state: dict) -> None:
-    """Writes policy, reference, Adam moments and `state` under a temporary name, which no resume looks at, and renames
-    the folder once it is whole."""
-    temporary = folder.with_name(folder.name + ".tmp")
+    """Writes policy, reference, Adam moments and `state`; the folder gets its name once it is whole."""
+    unfinished = folder.with_name(f"unfinished-{folder.name}")
     if dist.get_rank() == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     dist.barrier()
-    dcp.save(training_state(policy, reference, optimizer), checkpoint_id=temporary)
+    dcp.save(training_state(policy, reference, optimizer), checkpoint_id=unfinished)
     if dist.get_rank() == 0:
-        write(temporary / "state.json", json.dumps(state))
-        temporary.rename(folder)
+        (unfinished / "state.json").write_text(json.dumps(state))
+        unfinished.rename(folder)
     dist.barrier()
 
 
 def load_checkpoint(folder: Path, policy, reference, optimizer) -> dict:
     """Restores what save_checkpoint wrote, on any number of ranks, and returns its `state`."""
-    tensors = training_state(policy, reference, optimizer)
-    dcp.load(tensors, checkpoint_id=folder)
-    moments = tensors["optimizer"]
-    dcp_state.set_state_dict(policy, optimizer, model_state_dict=tensors["policy"], optim_state_dict=moments)
-    dcp_state.set_model_state_dict(reference, tensors["reference"])
+    saved = training_state(policy, reference, optimizer)
+    dcp.load(saved, checkpoint_id=folder)
+    weights, moments = saved["policy"], saved["optimizer"]
+    dcp_state.set_state_dict(policy, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    dcp_state.set_model_state_dict(reference, saved["reference"])
     return json.loads((folder / "state.json").read_text())
 
 
-# --- end shared: files
+def export(folder: Path, policy, tokens: utils.Tokens, dtype: torch.dtype, card: str) -> None:
+    """Writes an ordinary Hugging Face folder."""
+    policy.to(dtype)
+    full = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp_state.get_model_state_dict(policy, options=full)
+    if dist.get_rank() == 0:
+        ends = {"eos_token_id": sorted(tokens.eos_ids), "pad_token_id": tokens.tokenizer.pad_token_id}
+        policy.generation_config = GenerationConfig(bos_token_id=tokens.tokenizer.bos_token_id, **ends)
+        policy.save_pretrained(folder, state_dict=weights)
+        tokens.tokenizer.save_pretrained(folder)
+        (folder / "README.md").write_text(card)
+
+
+# --- end shared: models
+
+# === evaluate ===
+
+
+def evaluate(args: Args, policy, sampler, held_out: list[tuple], initial: dict) -> tuple[dict, list]:
+    """Means with standard errors, and a sample for each prompt. The reference is the initial policy, whose log-probs
+    and samples the first call keeps in `initial`."""
+    values = {}
+    pairs = [group for group in held_out if group[0].completion_ids]  # none if there are only prompts
+    if pairs:
+        examples = [pair[side] for side in (0, 1) for pair in pairs]
+        logps, mask = utils.completion_logps(policy, examples, sampler.tokens.pad_id)  # (B, T)
+        loss, rewards = dpo_loss(logps - initial.setdefault("logps", logps), mask, args.beta)
+        chosen, rejected = rewards.chunk(2)
+        values["eval/loss"] = loss
+        values["eval/accuracy"] = utils.win_rate(chosen, rejected)
+        values["eval/margin"] = chosen - rejected
+    statistics, samples = sampler.evaluate(policy, [group[0] for group in held_out], initial)
+    return utils.means(values | statistics), samples
+
+
+# === main ===
+
+
+# --- shared: settings
+def parse_args(flags: list[str] | None = None) -> Args:
+    """Flags, over the settings of --resume's run, or of the embedded toy where no --model is named, or of the paper."""
+    named, _ = tyro.cli(Args, args=flags, add_help=False, return_unknown_args=True)
+    if named.resume:
+        with blame(f"--resume {named.resume}"):
+            default = Args(**json.loads((Path(named.resume) / "args.json").read_text()))
+        whose = f"the settings of {named.resume}"
+    elif named.model:
+        default, whose = Args(), "the paper's settings"
+    else:
+        default = Args(**TOY | (TOY_ONLINE if getattr(named, "online", False) else {}))
+        whose = "the embedded toy and its settings (--model brings the paper's)"
+    args = tyro.cli(Args, args=flags, default=default, description=__doc__)
+    given = {key: value for key, value in asdict(args).items() if value != getattr(default, key)}
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{whose};", *(f"--{key.replace('_', '-')} {value}" for key, value in given.items()))
+    return args
+
+
+def check_flags(args, batch_size: int) -> None:
+    """Stops with a message that names the flag, before anything is loaded."""
+    for name, hint in get_type_hints(type(args), include_extras=True).items():
+        if wanted := getattr(hint, "__metadata__", None):
+            text, holds = wanted
+            if not holds(getattr(args, name)):
+                fail(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be {text}")
+    if not args.dataset:
+        fail(f"--model {args.model} without --dataset: name the data to train on")
+    passes = int(os.environ.get("WORLD_SIZE", 1)) * (args.micro_batch_size or 1)
+    if batch_size % passes:
+        fail(f"a batch of {batch_size} is not a multiple of {passes}, ranks x --micro-batch-size; change one of them")
+    if args.max_length <= args.max_prompt_length:
+        fail(f"--max-length {args.max_length} must be above --max-prompt-length {args.max_prompt_length}")
+    bounds = math.exp(args.log_epsilon_P), math.exp(-args.log_epsilon_R)
+    if args.clip == "sample" and not 0 < min(bounds) <= max(bounds) < args.M:
+        fail(f"--clip sample needs finite bounds, and --M {args.M} above {max(bounds)}; raise it")
+    if args.track and not find_spec("wandb"):
+        fail("--track needs wandb: pip install wandb")
+    if getattr(args, "online", False) and not (args.reward_model and args.temperature):
+        fail("--online needs a --reward-model and a --temperature above 0")
+    if getattr(args, "online", False) and args.min_avg_logp > -math.inf:
+        fail("--min-avg-logp filters a data set, and --online has none")
+    folder = Path(args.resume or args.output_dir)
+    if taken := [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]:
+        fail(f"--output-dir {folder}: {taken[0]} is no folder")
+    if args.output_dir and not args.resume and (folder / "args.json").exists():
+        fail(f"--output-dir {folder} already holds a run; name another folder, or --resume {folder}")
+
+
+def catch_signals(run: dict) -> None:
+    """SIGINT and SIGTERM end the run at once; but while it trains, the first is only kept in run["signal"], and the run
+    ends after the step and its checkpoint."""
+
+    def handler(number, _):
+        if run["training"] and not run["signal"]:
+            run["signal"], run["since"] = number, time.monotonic()
+        elif time.monotonic() - run["since"] > 1:  # torchrun may repeat the first
+            end_run(run, number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
+def end_run(run: dict, number: int) -> None:
+    """Says how to go on, and exits as a process that a signal ended."""
+    if os.environ.get("RANK", "0") == "0":
+        ranks = os.environ.get("LOCAL_WORLD_SIZE")
+        command = f"torchrun --nproc-per-node {ranks}" if ranks else "python"
+        go_on = f"; to go on: {command} {sys.argv[0]} --resume {run['folder']}"
+        print(f"\nstopped after {run['step']} steps{go_on if run['folder'] else ''}", flush=True)
+    os._exit(128 + number)
+
+
+# --- end shared: settings
 
 
 def main(args: Args) -> None:
-    # --- setup
-    if args.eval_dataset is None:
-        args.eval_dataset = str(TOY / "preferences_test.jsonl.gz") if args.dataset == Args.dataset else ""
-    if args.reward_model is None:
-        args.reward_model = str(TOY / "reward_model") if args.model == Args.model else ""
-    if args.online and args.dataset == Args.dataset:
-        args.dataset = str(TOY / "prompts_train.jsonl.gz")
-    if not args.humanline:
-        args.clip = args.sync = "none"
+    batch_size = groups_per_step = args.batch_size
+    sizes, eval_sizes = (0,) if args.online else (2,), (0, 2)
+    # --- shared: setup
+    check_flags(args, batch_size)
+    run = {"folder": "", "step": 0, "training": False, "signal": 0, "since": -math.inf}
+    catch_signals(run)
+    rank, world, device = setup()
+    clip, sync = (args.clip, args.sync) if args.humanline else ("none", "none")
     if args.dtype == "auto":
-        args.dtype = "bfloat16" if torch.cuda.is_available() else "float64"
-    validate(args, int(os.environ.get("WORLD_SIZE", 1)))
-    rank, world, device, mesh = setup()
-    say = print if rank == 0 else lambda *_: None
-    name = [args.output_dir or f"runs/{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"]
-    dist.broadcast_object_list(name)
-    output_dir = Path(name[0])
-    compute_dtype = getattr(torch, args.dtype)
-    reference_dtype = torch.bfloat16 if compute_dtype == torch.bfloat16 else torch.float32
-    if compute_dtype == torch.bfloat16:  # the head's fp32 product: its bf16 factors are exact in TF32
-        torch.set_float32_matmul_precision("high")
-
-    # --- data
-    try:
-        config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
-    except Exception as error:
-        fail(f"--model {args.model} cannot be loaded: {str(error).splitlines()[0]}")
-    final_dtype = config.dtype or torch.float32
-    for part in (config, config.get_text_config()):  # dropout off in policy and reference
-        for key in [key for key, value in part.to_dict().items() if "drop" in key and isinstance(value, float)]:
-            setattr(part, key, 0.0)
-    tokens = tokenizer, eos_ids, pad_id = load_tokenizer(args, config)
-    pairs, told = load_pairs(args, "--dataset", args.dataset, args.dataset_split, tokens, prompts_only=args.online)
-    say(told)
-    eval_pairs = []
+        args.dtype = "bfloat16" if device.type == "cuda" else "float64"
+    compute_dtype, reference_dtype = getattr(torch, args.dtype), torch.float32
+    if args.dtype == "bfloat16":
+        reference_dtype = torch.bfloat16
+        torch.set_float32_matmul_precision("high")  # exact for the head: its factors are bf16
+    now = [time.strftime("%Y%m%d-%H%M%S")]
+    dist.broadcast_object_list(now)  # one clock for all ranks
+    output_dir = Path(args.resume or args.output_dir or f"runs/{Path(__file__).stem}__{args.seed}__{now[0]}")
+    config, final_dtype = load_config(args)
+    with blame(f"--model {args.model}"):
+        tokens = utils.load_tokens(args, config)
+    groups, held_out = load_groups(args, "--dataset", args.dataset, args.dataset_split, tokens, sizes), []
     if args.eval_dataset:
-        eval_pairs, told = load_pairs(args, "--eval-dataset", args.eval_dataset, args.eval_split, tokens, None)
-        say(told)
-    if len(pairs) < args.batch_size:
-        kind = "prompts" if args.online else "pairs"
-        fail(f"--dataset {args.dataset}: {len(pairs)} {kind} are less than a --batch-size {args.batch_size}; lower it")
-    prompts = eval_pairs[: args.eval_samples]
-    eval_pairs = [pair for pair in eval_pairs if pair.chosen_ids]  # none if there are only prompts
-    if args.eval_outputs and not prompts:
-        fail("--eval-outputs needs prompts: give --eval-dataset and --eval-samples")
-    trained = max((sum(map(len, sequence)) for sequence in pair_sequences(pairs + eval_pairs)), default=0)
-    sampled = max((len(pair.prompt_ids) for pair in prompts + pairs * args.online), default=-args.max_new_tokens)
-    check_lengths(args, config, trained, sampled + args.max_new_tokens)
+        held_out = load_groups(args, "--eval-dataset", args.eval_dataset, args.eval_split, tokens, eval_sizes)
+    # --- end shared: setup
 
-    # --- models
-    judge = engine = None
-    if args.reward_model and (args.online or prompts):
-        try:
-            judge = load_reward_model(args.reward_model, reference_dtype, device, args.trust_remote_code)
-        except Exception as error:
-            fail(f"--reward-model {args.reward_model} cannot be used: {str(error).splitlines()[0]}")
-    policy = load_sharded(args, config, mesh, torch.float32, compute_dtype).train()
-    reference = load_sharded(args, config, mesh, reference_dtype, compute_dtype).eval().requires_grad_(False)
+    # --- shared: build
+    if len(groups) < groups_per_step:
+        fail(f"--dataset {args.dataset}: {len(groups)} rows are left, and a batch takes {groups_per_step}; lower it")
+    with blame("sampling"):
+        sampler = utils.Sampler(args, config, tokens, reference_dtype, device)
+    policy = load_sharded(args, config, torch.float32, compute_dtype, device).train()
+    reference = load_sharded(args, config, reference_dtype, compute_dtype, device).eval().requires_grad_(False)
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
-    if args.online or prompts:
-        longest = sampled + args.max_new_tokens
-        longest = min(longest, getattr(config.get_text_config(), "max_position_embeddings", longest))
-        options = {"max_length": longest, "memory_share": args.vllm_memory, "trust_remote_code": args.trust_remote_code}
-        engine = start_engine(args.engine, args.model, dtype=reference_dtype, device=device, **options)
-        say(f"sampling with {'transformers' if isinstance(engine, torch.nn.Module) else 'vLLM'}")
+    # --- end shared: build
+    token_logps, evaluation = utils.token_logps, partial(evaluate, args, policy, sampler, held_out, {})
+    samples_per_prompt = args.samples_per_prompt
+    to_group = partial(best_and_worst, threshold=args.reward_threshold)
 
-    # --- data quality (Figure 6)
-    quartiles = torch.zeros(2, 0)
     if not args.online:
-        lengths = torch.tensor([len(completion) for _, completion in pair_sequences(pairs)])
-        quality = sequence_logps(reference, pair_sequences(pairs), pad_id, device) / lengths  # chosen, then rejected
-        quantiles = torch.tensor([0, 0.25, 0.5, 0.75, 1], dtype=quality.dtype)
-        quartiles = torch.stack(quality.chunk(2)).quantile(quantiles, dim=1).T
-        for side, values in zip(("chosen", "rejected"), quartiles.tolist()):
-            values = " ".join(f"{value:.2f}" for value in values)
-            say(f"average token log-prob of {side} under the initial policy, nats, min q1 median q3 max: {values}")
-        say("  (the paper trained worse on its lowest quartile, -1.03 to -0.36: Figure 6; see --min-avg-logp)")
-        if args.min_avg_logp is not None:
-            kept = [pair for pair, average in zip(pairs, quality.tolist()) if average >= args.min_avg_logp]
-            say(f"--min-avg-logp {args.min_avg_logp}: {len(pairs) - len(kept)} of {len(pairs)} pairs dropped")
-            if len(kept) < args.batch_size:
-                fail(f"--min-avg-logp {args.min_avg_logp} leaves {len(kept)} pairs, less than one batch; lower it")
-            pairs = kept
+        with blame("--min-avg-logp", ValueError):
+            groups = utils.data_quality(args, reference, groups, ("chosen", "rejected"), groups_per_step)
 
-    # --- optimizer
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay)
-    warmup = max(1, round(args.warmup_fraction * args.num_steps))
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / warmup, total_iters=warmup - 1)
-
-    # --- evaluation
-    initial = {}  # log-probs and rewards of the initial policy, set by the first evaluation
-
-    def evaluate() -> tuple[dict, list[str]]:
-        """Means with standard errors, and completions. Margins and wins are against the initial policy."""
-        values, texts = {}, []
-        if eval_pairs:
-            logps = sequence_logps(policy, pair_sequences(eval_pairs), pad_id, device)
-            margins = torch.subtract(*(args.beta * (logps - initial.setdefault("logps", logps))).chunk(2))
-            if bad := [pair.row for pair, margin in zip(eval_pairs, margins.tolist()) if not math.isfinite(margin)]:
-                fail(f"--eval-dataset: not finite at rows {bad[:20]}. Look at --model, or lower --lr")
-            accuracies = win_rate(margins, torch.zeros_like(margins))
-            values = {"eval/loss": -F.logsigmoid(margins), "eval/accuracy": accuracies, "eval/margin": margins}
-        if prompts:
-            _, texts, sampled, _ = sample(args, engine, policy, prompts, 1, (args.seed, 0), tokens, judge)
-            values |= {f"eval/{key}": value for key, value in sampled.items()}
-            if judge:
-                values["eval/win_rate"] = win_rate(
-                    values["eval/reward"], initial.setdefault("reward", sampled["reward"])
-                )
-        return {key: mean_and_se(value) for key, value in values.items()}, texts
-
-    if rank == 0:  # from here on the folder holds a run that --resume continues
-        (output_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-        write(output_dir / "args.json", json.dumps(asdict(args), indent=2))
-    before, texts_before = evaluate()
-
-    # --- output folder, resume
-    step, last_sync, round_number, pool, rollout = 0, 0, 0, [], {}  # pool: pairs of this round, not yet trained on
-    checkpoints = [path for path in (output_dir / "checkpoints").glob("step-*") if path.suffix != ".tmp"]
-    if args.resume and checkpoints:
-        newest = max(checkpoints, key=lambda path: int(path.name.removeprefix("step-")))
-        state = load_checkpoint(newest, policy, reference, optimizer)
-        step, last_sync, round_number, rollout = (state[key] for key in ("step", "last_sync", "round", "rollout"))
-        pool = [Pair(*pair) for pair in state["pool"]]
-        scheduler.load_state_dict(state["scheduler"])
+    # --- shared: prepare
+    settings = {"lr": args.lr, "eps": args.adam_eps, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), **settings)
+    run["folder"] = output_dir  # from here on --resume continues it
     if rank == 0:
-        if (output_dir / "metrics.jsonl").exists():  # what came after the checkpoint is done again
-            lines = (output_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
-            write(output_dir / "metrics.jsonl", "".join(lines[:step]))
-        if args.track:
-            import wandb
-
-            wandb.init(name=output_dir.name, config=asdict(args), sync_tensorboard=True)
-        writer = SummaryWriter(output_dir, purge_step=step)
-        writer.add_text("args", json.dumps(asdict(args), indent=2))
-        writer.add_text("average token log-prob quartiles (chosen, rejected)", str(quartiles.tolist()))
-        metrics_file = (output_dir / "metrics.jsonl").open("a")
-
-    def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+        (output_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        utils.write(output_dir / "args.json", json.dumps(asdict(args) | {"resume": ""}, indent=2))
+    with blame("evaluation", ValueError):
+        before, samples_before = evaluation()  # of θ_0, also on resume
+    start, last_sync, last_round, round_number = 0, 0, 0, 0
+    pool, rollout = [], {}  # groups not yet trained on, and the metrics of their round
+    checkpoints = list((output_dir / "checkpoints").glob("step-*"))
+    if args.resume and checkpoints:
+        newest = max(checkpoints, key=lambda folder: int(folder.name.removeprefix("step-")))
+        state = load_checkpoint(newest, policy, reference, optimizer)
+        start, last_sync, last_round, round_number, pool, rollout = state.values()  # in the order saved
+        pool = [tuple(utils.Example(*example) for example in group) for group in pool]
+    for group in optimizer.param_groups:
+        group.update(settings, initial_lr=args.lr)  # the flags win over the checkpoint
+    warmup = max(1, round(args.warmup_fraction * args.num_steps))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup), start - 1)
+    log = utils.Log(args, output_dir, start) if rank == 0 else None
 
     # --- training
-    per_rank = args.batch_size // world
+    per_rank = batch_size // world
     micro_batch_size = args.micro_batch_size or per_rank
-    bar = tqdm(total=args.num_steps, initial=step, disable=rank != 0, desc="dpo_humanline", mininterval=1)
-    while step < args.num_steps:
-        started = clock()
-        while args.online and len(pool) < args.batch_size:
-            order = np.random.default_rng(args.seed).permutation(len(pairs))
-            contexts = [pairs[i] for i in order[round_number * args.round_prompts :][: args.round_prompts]]
-            if not contexts:
-                break
-            round_number += 1
-            group = args.samples_per_prompt
-            ids, _, sampled, rollout = sample(
-                args, engine, policy, contexts, group, (args.seed, round_number), tokens, judge
-            )
-            made = best_against_worst(args, contexts, ids, sampled["reward"])
-            if not made:
-                fail(
-                    f"round {round_number}: no prompt has samples whose rewards differ by --reward-threshold "
-                    f"{args.reward_threshold} (standard deviation of all: {sampled['reward'].std():.2g}). Lower it, "
-                    "raise --temperature, or lower --lr if the policy has collapsed to one output"
-                )
-            rollout |= {"rollout/round": round_number, "rollout/filtered": 1 - len(made) / len(contexts)}
+    bar = trange(start, args.num_steps, initial=start, total=args.num_steps, disable=rank != 0)
+    for step in bar:
+        started, run["step"] = time.perf_counter(), step
+        # --- end shared: prepare
+        # --- shared: round
+        while args.online and len(pool) < groups_per_step:
+            drawn = draw(groups, round_number, min(args.round_prompts, len(groups)), args.seed)
+            prompts = [group[0] for group in drawn]
+            round_number, last_round, run["training"] = round_number + 1, step, False
+            with blame(f"round {round_number}", ValueError):
+                samples = sampler.sample(policy, prompts, samples_per_prompt, (args.seed, round_number))
+            made = [to_group([x.to_train(args.max_length) for x in candidates]) for candidates in samples]
+            made = [group for group in made if group]
+            if not any(group[0].reward > group[-1].reward for group in made):
+                lower = f"raise --temperature, or lower --reward-threshold {args.reward_threshold} or --lr"
+                fail(f"round {round_number}: no prompt has samples whose rewards differ; {lower}")
+            rollout = sampler.metrics | {"rollout/round": round_number, "rollout/filtered": 1 - len(made) / len(drawn)}
             pool += made
             sync_reference(reference, policy)  # Algorithm 1: the policy at the start of the round
             last_sync = step
-        if args.online and len(pool) < args.batch_size:
-            say(f"the prompts end after step {step}; {len(pool)} pairs are less than one batch and stay unused")
-            break
-        if args.online:
-            batch, pool = pool[: args.batch_size], pool[args.batch_size :]
-        else:
-            epoch, position = divmod(step, len(pairs) // args.batch_size)
-            order = np.random.default_rng((args.seed, epoch)).permutation(len(pairs))
-            batch = [pairs[i] for i in order[position * args.batch_size : (position + 1) * args.batch_size]]
-        if args.group_by_length:
-            batch.sort(key=lambda pair: len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids)))
-        mine, losses, sums = batch[rank::world], [], defaultdict(float)
-        for start in range(0, per_rank, micro_batch_size):
-            part = mine[start : start + micro_batch_size]
-            # On CUDA every microbatch is reduced at once: whole gradients in fp32 would not fit beside a large model.
-            policy.set_requires_gradient_sync(device.type == "cuda" or start + micro_batch_size == per_rank)
-            input_ids, mask = pad_batch(pair_sequences(part), pad_id, device, args.pad_to_multiple_of)  # (B, T)
+        batch = pool[:groups_per_step] if args.online else draw(groups, step, groups_per_step, args.seed)
+        pool = pool[groups_per_step:]
+        # --- end shared: round
+        batch.sort(key=lambda pair: max(x.length for x in pair))
+        examples, batch_rows = [x for pair in batch for x in pair], [pair[0].row for pair in batch]
+
+        # --- shared: microbatches
+        run["training"] = True
+        completion_tokens = sum(len(x.completion_ids) for x in examples)
+        losses, sums = torch.zeros(batch_size, dtype=torch.float64, device=device), defaultdict(float)
+        for first in range(0, per_rank, micro_batch_size):
+            # On CUDA after every microbatch: unsharded fp32 gradients would not fit beside a large model.
+            policy.set_requires_gradient_sync(device.type == "cuda" or first + micro_batch_size == per_rank)
+            mine = list(range(rank, batch_size, world))[first : first + micro_batch_size]  # positions in the batch
+            # --- end shared: microbatches
+            part = [batch[i][side] for side in (0, 1) for i in mine]
+            keys = [(args.seed, step, i, side) for side in (0, 1) for i in mine]
+            # --- shared: forward
+            input_ids, mask = utils.pad_batch(part, tokens.pad_id, device)  # (B, T)
             with torch.no_grad():
                 ref_logps = token_logps(reference, input_ids, mask)  # (B, T)
             logps = token_logps(policy, input_ids, mask)  # (B, T)
-            log_ratio = logps - ref_logps
-            low = high = torch.zeros_like(mask)
-            clipped = log_ratio
-            if args.clip == "clip":
-                low, high = log_ratio < args.log_epsilon_P, log_ratio > args.log_epsilon_R
+            log_ratio = clipped = logps - ref_logps
+            if clip == "clip":
                 clipped = log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)  # humanline clipping (§5.1, Figure 4)
-            elif args.clip == "sample":
-                keys = [(args.seed, step, pair.row, side) for side in (0, 1) for pair in part]
-                B_P = beta_draws(mask, [(*key, 0) for key in keys], args.kappa, math.exp(args.log_epsilon_P) / args.M_P)
-                B_R = beta_draws(
-                    mask, [(*key, 1) for key in keys], args.kappa, math.exp(-args.log_epsilon_R) / args.M_R
-                )
-                clipped, low, high = humanline_sampling(log_ratio, B_P, B_R, args.M_P, args.M_R)
+            elif clip == "sample":
+                B_P = beta_draws(mask, [(*key, 0) for key in keys], args.kappa, math.exp(args.log_epsilon_P) / args.M)
+                B_R = beta_draws(mask, [(*key, 1) for key in keys], args.kappa, math.exp(-args.log_epsilon_R) / args.M)
+                clipped = humanline_sampling(log_ratio, B_P, B_R, args.M)
+            # --- end shared: forward
             loss, rewards = dpo_loss(clipped, mask, args.beta)  # (B/2,), (B,)
-            (loss.sum() / args.batch_size).backward()
+            (loss.sum() / batch_size).backward()
 
-            losses.append(loss.detach())
+            losses[mine] = loss.detach().double()
             chosen, rejected = rewards.chunk(2)
-            logps_chosen, logps_rejected = (logps * mask).sum(-1).chunk(2)
-            for key, value in {
-                "loss": loss,
-                "rewards/chosen": chosen,
-                "rewards/rejected": rejected,
-                "rewards/margins": chosen - rejected,
-                "rewards/accuracies": (chosen > rejected) + 0.5 * (chosen == rejected),
-                "logps/chosen": logps_chosen,
-                "logps/rejected": logps_rejected,
-                "humanline/clipped_low": low * mask,
-                "humanline/clipped_high": high * mask,
-                "humanline/log_ratio_abs_mean": log_ratio.abs() * mask,
-                "completion_tokens": mask,
-                "tokens": torch.tensor([len(prompt) + len(completion) for prompt, completion in pair_sequences(part)]),
-                "padded_tokens": torch.tensor(mask.numel()),
-            }.items():
-                sums[key] += value.detach().double().sum().to(device)
-        totals = torch.stack(list(sums.values()))
+            logps_summed = (logps.detach() * mask).sum(-1)
+            sums["rewards/margins"] += (chosen - rejected).sum()
+            sums["rewards/accuracies"] += utils.win_rate(chosen, rejected).sum()
+            for side, rewards, logps in zip(("chosen", "rejected"), (chosen, rejected), logps_summed.chunk(2)):
+                sums[f"rewards/{side}"] += rewards.sum()
+                sums[f"logps/{side}"] += logps.sum()
+            # --- shared: reduce
+            sums["humanline/clipped_low"] += ((log_ratio < args.log_epsilon_P) * mask).sum()
+            sums["humanline/clipped_high"] += ((log_ratio > args.log_epsilon_R) * mask).sum()
+            sums["humanline/log_ratio_abs_mean"] += (log_ratio.detach().abs() * mask).sum()
+        dist.all_reduce(losses)
+        totals = torch.stack([value.double() for value in sums.values()])
         dist.all_reduce(totals)
         sums = dict(zip(sums, totals.tolist()))
-        # The global norm, in float64 so that it does not depend on how the gradients are sharded.
-        local = [p.grad.to_local() for p in policy.parameters() if p.grad is not None]
-        squares = torch.stack([gradient.double().square().sum() for gradient in local]).sum()
-        dist.all_reduce(squares)
-        torch.nn.utils.clip_grads_with_norm_(policy.parameters(), args.max_grad_norm, squares.sqrt().float())
-        grad_norm = squares.sqrt().item()
-        if not math.isfinite(sums["loss"]) or not math.isfinite(grad_norm):
-            bad = [pair.row for pair, value in zip(mine, torch.cat(losses).tolist()) if not math.isfinite(value)]
-            rows = [None] * world
-            dist.all_gather_object(rows, bad if not math.isfinite(sums["loss"]) else [pair.row for pair in mine])
+        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
+        # --- end shared: reduce
+        loss = losses.mean().item()
+        # --- shared: step
+        if not math.isfinite(loss + grad_norm):
+            bad = {row for row, value in zip(batch_rows, losses.tolist()) if not math.isfinite(value)} or batch_rows
             bar.close()
-            fail(
-                f"step {step}: the loss is {sums['loss'] / args.batch_size} and the gradient norm {grad_norm}; rows of "
-                f"--dataset: {sorted(sum(rows, []))}. The update was not made, and the last checkpoint in {output_dir} "
-                "stays. Look at these rows, or lower --lr or --max-grad-norm"
-            )
+            look = f"look at rows {sorted(set(bad))} of --dataset, or lower --lr or --max-grad-norm"
+            fail(f"step {step}: loss {loss}, gradient norm {grad_norm}; the update was not made: {look}")
 
-        reference_age, before_sync = step - last_sync, clock()
-        if args.sync == "before_step" and step % args.k == 0:
+        metrics = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": scheduler.get_last_lr()[0]}
+        metrics["humanline/steps_since_sync"] = step - last_sync
+        if sync == "before_step" and step % args.k == 0:
             sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3): before the update
             last_sync = step
-        sync_time, lr = clock() - before_sync, scheduler.get_last_lr()[0]
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        step += 1
-        if args.sync == "after_step" and step % args.k == 0:
+        if sync == "after_step" and (step + 1) % args.k == 0:
             sync_reference(reference, policy)  # trust-region syncing (Figure 10): after the update
-            last_sync = step
+            last_sync = step + 1
+        maxima = torch.tensor([utils.peak_memory(device), run["signal"]], dtype=torch.float64, device=device)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        metrics["perf/peak_memory"], stopped_by = maxima.tolist()
 
-        # --- log, checkpoint
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else memory
-        worst = torch.tensor([clock() - started, sync_time, memory / 2**30], dtype=torch.float64, device=device)
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        step_time, sync_time, memory = worst.tolist()
-        real, scored, padded = (sums.pop(key) for key in ("tokens", "completion_tokens", "padded_tokens"))
-        metrics = {"step": step - 1}
-        for key, value in sums.items():
-            metrics[key] = value / (scored if key.startswith("humanline") else args.batch_size)
-        metrics |= {"humanline/steps_since_sync": reference_age, "grad_norm": grad_norm, "lr": lr}
-        metrics |= {"perf/step_time": step_time, "perf/sync_time": sync_time, "perf/peak_memory": memory}
-        metrics |= {"perf/tokens_per_second": real / step_time, "perf/padding_share": 1 - real / padded} | rollout
-        if args.eval_every and step % args.eval_every == 0:
-            metrics |= {key: mean for key, (mean, _) in evaluate()[0].items()}
-        if rank == 0:
-            metrics_file.write(json.dumps(metrics) + "\n")
-            metrics_file.flush()
-            for key, value in metrics.items():
-                writer.add_scalar(key, value, step - 1)
-        bar.set_postfix(loss=f"{metrics['loss']:.3f}", accuracy=f"{metrics['rewards/accuracies']:.2f}", refresh=False)
-        bar.update()
-        if args.checkpoint_every and step % args.checkpoint_every == 0:
-            state = {"step": step, "last_sync": last_sync, "scheduler": scheduler.state_dict()}
-            state |= {"round": round_number, "pool": pool, "rollout": rollout}
-            save_checkpoint(output_dir / "checkpoints" / f"step-{step}", policy, reference, optimizer, state)
-    bar.close()
-
-    # --- export, evaluation
-    buffers = dict(policy.named_buffers())
-    policy.to(final_dtype)
-    for path, buffer in buffers.items():  # .to() rounds the rotary frequencies too, which are not parameters
-        owner, _, leaf = path.rpartition(".")
-        setattr(policy.get_submodule(owner), leaf, buffer)
-    full = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp_state.get_model_state_dict(policy, options=full)
-    if rank == 0:
-        ends = {"eos_token_id": sorted(eos_ids), "pad_token_id": tokenizer.pad_token_id}
-        policy.generation_config = transformers.GenerationConfig(bos_token_id=tokenizer.bos_token_id, **ends)
-        policy.save_pretrained(output_dir / "final.tmp", state_dict=weights)
-        tokenizer.save_pretrained(output_dir / "final.tmp")
-        shutil.rmtree(output_dir / "final", ignore_errors=True)
-        (output_dir / "final.tmp").rename(output_dir / "final")
-    after, texts_after = evaluate()
-    if rank == 0:
-        write(output_dir / "summary.json", json.dumps({"before": before, "after": after}, indent=2))
-        print(f"\n{'mean ± standard error':24}{'before':>19}{'after':>19}")
-        for key in after:
-            print(f"{key:24}" + "".join(f"{mean:10.3f} ± {error:6.3f}" for mean, error in (before[key], after[key])))
-            writer.add_scalar(key, before[key][0], 0)
-            writer.add_scalar(key, after[key][0], step)
-        for pair, old, new in list(zip(prompts, texts_before, texts_after))[:4]:
-            prompt = pair.prompt if isinstance(pair.prompt, str) else pair.prompt[-1]["content"]
-            print(f"\nprompt: {prompt}\nbefore: {old}\nafter:  {new}")
-        if args.eval_outputs:
-            last = [pair.prompt if isinstance(pair.prompt, str) else pair.prompt[-1]["content"] for pair in prompts]
-            rows = [{"instruction": i, "output": o, "generator": output_dir.name} for i, o in zip(last, texts_after)]
-            write(Path(args.eval_outputs), json.dumps(rows, indent=2, ensure_ascii=False))
-        print(f"\nwrote {output_dir}")
-        writer.close()
+        # --- log, evaluate, checkpoint
+        seconds, tokens_read = time.perf_counter() - started, sum(x.length for x in examples)
+        metrics |= {key: total / completion_tokens for key, total in sums.items() if key.startswith("humanline/")}
+        metrics |= {"perf/step_time": seconds, "perf/tokens_per_second": tokens_read / seconds}
+        # --- end shared: step
+        metrics |= {key: total / batch_size for key, total in sums.items() if key.startswith(("rewards/", "logps/"))}
+        bar.set_postfix(loss=f"{loss:.3f}", accuracy=f"{metrics['rewards/accuracies']:.2f}", refresh=False)
+        # --- shared: log
+        metrics |= rollout | ({"rollout/age_steps": step - last_round} if rollout else {})
+        if args.eval_every and (step + 1) % args.eval_every == 0:
+            run["training"] = bool(stopped_by)
+            with blame("evaluation", ValueError):
+                means, _ = evaluation()
+            run["training"], metrics = True, metrics | {key: mean for key, (mean, _) in means.items()}
+        if log:
+            log.write(metrics)
+        if stopped_by or args.checkpoint_every and (step + 1) % args.checkpoint_every == 0:
+            state = {"step": step + 1, "last_sync": last_sync, "last_round": last_round, "round": round_number}
+            state |= {"pool": pool, "rollout": rollout}
+            save_checkpoint(output_dir / "checkpoints" / f"step-{step + 1}", policy, reference, optimizer, state)
+        if stopped_by:
+            end_run(run | {"step": step + 1}, int(stopped_by))
+    # --- evaluate, export
+    run["training"] = False
+    with blame("evaluation", ValueError):
+        after, samples_after = evaluation()
+    card = utils.model_card(Path(__file__).stem, args, before, after)
+    export(output_dir / "final", policy, tokens, final_dtype, card)
+    if log:
+        utils.report(output_dir, before, after, samples_before, samples_after)
+        log.close()
+    # --- end shared: log
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(parse_args())

@@ -4,7 +4,10 @@ B sequences, T tokens, V vocabulary, D hidden size. Log-probabilities are in nat
 computes in it, fp64. A mask is 1 at completion tokens (the end-of-turn token included) and 0 elsewhere.
 """
 
+import contextlib
 import gc
+import itertools
+import json
 import logging
 import math
 import multiprocessing
@@ -12,71 +15,119 @@ import os
 import re
 import resource
 import signal
-from collections.abc import Sequence
+import sys
+import time
+from dataclasses import asdict
 from functools import lru_cache
 from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
-)
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
-# A prompt and a completion, as token ids.
-Ids = tuple[Sequence[int], Sequence[int]]
+# --- token ids ---
 
 
-# --- token ids ----------------------------------------------------------------------------------------------------
+class Example(NamedTuple):
+    row: int  # of the data set, counted from 1: the line of a json lines file
+    prompt: str | list  # text, or messages if there is a chat template
+    prompt_ids: list[int]
+    completion_ids: list[int] = []  # ends with the end-of-turn token, unless it was cut at --max-length
+    reward: float = 0.0  # chosen or desirable 1, rejected or undesirable 0; or a score; nan for a sample without one
+    text: str = ""  # of a sample
+    finished: bool = True  # a sample that ended by itself
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+    def to_train(self, max_length: int) -> "Example":
+        """A sample, cut at `max_length` tokens of prompt and completion, without its text."""
+        return self._replace(completion_ids=self.completion_ids[: max_length - len(self.prompt_ids)], text="")
 
 
-def to_text(tokenizer, prompt, completion):
-    """Brings a prompt and a completion, each a string or a list of messages, into the tokenizer's form.
+class Tokens(NamedTuple):
+    tokenizer: transformers.PreTrainedTokenizerBase
+    eos_ids: set[int]  # every id that ends a turn
+    pad_id: int  # masked everywhere, so any will do
 
-    Returns:
-        The prompt as messages (as text if there is no chat template) and the completion as text, which is None if the
-        completion is not one assistant message.
 
-    Raises:
-        ValueError: content that is not a string, or messages without a chat template.
+def load_tokens(args, config) -> Tokens:
+    """The policy's tokenizer, with the chat template and the end-of-turn token of the flags.
+
+    Raises a ValueError if there is no such token, or if the model has fewer positions than sequences may have tokens.
     """
-    turns = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
-    if isinstance(prompt, str) and tokenizer.chat_template:
-        prompt = [{"role": "user", "content": prompt}]
+    text_config = config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None) or math.inf
+    longest = max(args.max_length, args.max_prompt_length + args.max_new_tokens)
+    if getattr(text_config, "rope_parameters", None) is None and longest > positions:
+        raise ValueError(f"--max-length or --max-new-tokens allows {longest} tokens, and it has {positions} positions")
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    if args.chat_template:
+        tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+    tokenizer.eos_token = args.eos_token or tokenizer.eos_token
+    if tokenizer.eos_token_id is None or (args.eos_token or tokenizer.eos_token) not in tokenizer.get_vocab():
+        raise ValueError(f"its vocabulary has no end-of-turn token {args.eos_token!r}: name one with --eos-token")
+    generation = GenerationConfig.from_model_config(config)
+    with contextlib.suppress(OSError):  # the model comes without one
+        generation = GenerationConfig.from_pretrained(args.model)
+    eos_ids = {tokenizer.eos_token_id}
+    for ids in (generation.eos_token_id, text_config.eos_token_id):
+        eos_ids |= {ids} if isinstance(ids, int) else set(ids or ())
+    return Tokens(
+        tokenizer, eos_ids, tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    )
+
+
+def to_text(tokenizer, prompt, completions: list):
+    """A prompt as messages (as text if there is no chat template) and its completions as texts, None for one that is
+    not one assistant message. Each comes as a string or a list of messages.
+
+    Raises a ValueError for content that is not a string, and for messages without a chat template.
+    """
     if isinstance(prompt, list) and not tokenizer.chat_template:
         raise ValueError("a conversation needs a chat template, and the tokenizer has none: pass --chat-template FILE")
-    for message in [*turns, *(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}])]:
-        if not isinstance(message, dict):
-            raise ValueError(f"a message must be an object with role and content, not {type(message).__name__}")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise ValueError(f"{key} must be a string, not {type(message.get(key)).__name__}")
-    return prompt, turns[0]["content"] if [turn["role"] for turn in turns] == ["assistant"] else None
+    prompt_turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    turns = [c if isinstance(c, list) else [{"role": "assistant", "content": c}] for c in completions]
+    for message in itertools.chain(prompt_turns, *turns):
+        if not isinstance(message, dict) or {type(message.get(key)) for key in ("role", "content")} != {str}:
+            raise ValueError(f"a message must have a role and a content that are strings, not {str(message)[:80]}")
+    texts = [turn[0]["content"] if [m["role"] for m in turn] == ["assistant"] else None for turn in turns]
+    return prompt_turns if tokenizer.chat_template else prompt, texts
+
+
+def render(tokenizer, messages: list, **how) -> str:
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **how)
+    except Exception as error:
+        raise ValueError(f"the chat template cannot render it ({error}); see --chat-template") from error
 
 
 def encode_prompt(tokenizer, prompt) -> list[int]:
     """Prompt token ids. Training, sampling and evaluation all get them here."""
     if isinstance(prompt, str):
         return tokenizer(prompt).input_ids
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False).input_ids
+    return tokenizer(render(tokenizer, prompt, add_generation_prompt=True), add_special_tokens=False).input_ids
 
 
-def encode_completion(tokenizer, prompt, completion: str, eos_ids: set[int]) -> list[int]:
+def encode_completion(tokens: Tokens, prompt, completion: str) -> list[int]:
     """Completion token ids up to and with the end-of-turn token, which is added where the template writes none.
 
-    Raises:
-        ValueError: the template does not render the prompt the same way once it is answered.
+    Raises a ValueError if the template does not render the prompt the same way once it is answered.
     """
+    tokenizer, eos_ids, _ = tokens
     if isinstance(prompt, list):
-        before = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        messages = [*prompt, {"role": "assistant", "content": completion}]
-        whole = tokenizer.apply_chat_template(messages, tokenize=False)
+        before = render(tokenizer, prompt, add_generation_prompt=True)
+        whole = render(tokenizer, [*prompt, {"role": "assistant", "content": completion}])
         if not whole.startswith(before):
             raise ValueError("the chat template renders a prompt differently once it is answered: pass --chat-template")
         completion = whole[len(before) :]
@@ -87,29 +138,36 @@ def encode_completion(tokenizer, prompt, completion: str, eos_ids: set[int]) -> 
     return [*ids, tokenizer.eos_token_id]
 
 
-# --- token log-probabilities ---------------------------------------------------------------------------------------
+def encode_group(args, tokens: Tokens, row: int, prompt, completions: list, rewards: list[float]):
+    """The examples of one row of data, (prompt,) if it has no completions; and why it cannot train, or ""."""
+    prompt, texts = to_text(tokens.tokenizer, prompt, completions)
+    example = Example(row, prompt, encode_prompt(tokens.tokenizer, prompt))
+    question = prompt if isinstance(prompt, str) else "".join(turn["content"] for turn in prompt[-1:])
+    if not question.strip() or not 0 < len(example.prompt_ids) <= args.max_prompt_length:
+        return (), f"prompt empty or longer than --max-prompt-length {args.max_prompt_length}"
+    if not all(text and text.strip() for text in texts):
+        return (), "completion empty or not one assistant message"
+    room = args.max_length - len(example.prompt_ids)
+    ids = [encode_completion(tokens, prompt, text)[:room] for text in texts]
+    if len(ids) == 2 and ids[0] == ids[1]:
+        return (), "chosen equals rejected"
+    group = [example._replace(completion_ids=part, reward=float(reward)) for part, reward in zip(ids, rewards)]
+    return tuple(group or [example]), ""
 
 
-def pad_batch(sequences: list[Ids], pad_id: int, device: torch.device, multiple_of: int = 1):
-    """Pads (prompt, completion) id sequences on the right, to the longest of them.
+# --- token log-probabilities ---
 
-    Args:
-        sequences: B pairs of prompt ids and completion ids.
-        pad_id: any valid token id. It is never attended to and never scored, so it may equal the end-of-turn id.
-        multiple_of: T is rounded up to a multiple of it.
 
-    Returns:
-        input_ids (B, T) int64 and mask (B, T) fp32, 1 at completion tokens.
+def pad_batch(examples: list[Example], pad_id: int, device: torch.device):
+    """input_ids (B, T) int64, padded on the right to the longest example, and mask (B, T) fp32.
+
+    pad_id: any valid token id. It is never attended to and never scored, so it may equal the end-of-turn id.
     """
-    length = max(len(prompt) + len(completion) for prompt, completion in sequences)
-    length = math.ceil(length / multiple_of) * multiple_of
-    input_ids = torch.full((len(sequences), length), pad_id, dtype=torch.long)
-    mask = torch.zeros(len(sequences), length)
-    for i, (prompt, completion) in enumerate(sequences):
-        end = len(prompt) + len(completion)
-        input_ids[i, :end] = torch.as_tensor([*prompt, *completion])
-        mask[i, len(prompt) : end] = 1
-    return input_ids.to(device), mask.to(device)
+    ids = [torch.tensor([*x.prompt_ids, *x.completion_ids], dtype=torch.long) for x in examples]
+    mask = torch.zeros(len(examples), max(x.length for x in examples))
+    for row, x in zip(mask, examples):
+        row[len(x.prompt_ids) : x.length] = 1
+    return pad_sequence(ids, batch_first=True, padding_value=pad_id).to(device), mask.to(device)
 
 
 def token_logps(model, input_ids, mask, temperature: float = 1.0, chunk_size: int = 1024):
@@ -121,18 +179,11 @@ def token_logps(model, input_ids, mask, temperature: float = 1.0, chunk_size: in
     computed in fp32 whatever the compute dtype: a bf16 logit of magnitude 16 is spaced 0.125 apart, the log-ratios of
     humanline syncing are of order 1e-3.
 
-    Args:
-        model: a transformers causal LM, plain or wrapped with FSDP2, with an `nn.Linear` head (tied or not).
-        input_ids: (B, T), padded on the right. No attention mask is needed: in a causal model no real token sees them.
-        mask: (B, T), 1 at the tokens to score. Column 0 must be 0: nothing predicts the first token.
-        temperature: logits are divided by it, as a sampler does.
-        chunk_size: tokens whose logits, (chunk_size, V) in fp32, exist at a time.
+    model: a transformers causal LM, plain or wrapped with FSDP2, with an `nn.Linear` head (tied or not).
+    input_ids: (B, T), padded on the right. No attention mask is needed: in a causal model no real token sees padding.
+    mask: (B, T), 1 at the tokens to score; a ValueError if that is the first of a sequence, which has no prediction.
 
-    Returns:
-        (B, T) fp32, 0 where mask is 0. Differentiable; exact, not approximate.
-
-    Raises:
-        ValueError: the first token is marked as a completion token, or the model rescales its logits after the head.
+    Returns (B, T) fp32, 0 where mask is 0; differentiable, exact. A ValueError if the model rescales its logits.
     """
     selected = mask.bool()
     if selected[:, 0].any():
@@ -155,9 +206,8 @@ def token_logps(model, input_ids, mask, temperature: float = 1.0, chunk_size: in
         dtype = torch.promote_types(head.weight.dtype, torch.float32)
         weight, bias = head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
         chunks = zip(hidden.split(chunk_size), targets.split(chunk_size))
-        return torch.cat(
-            [checkpoint(chunk_logps, *c, weight, bias, use_reentrant=False, preserve_rng_state=False) for c in chunks]
-        )
+        recomputed = {"use_reentrant": False, "preserve_rng_state": False}
+        return torch.cat([checkpoint(chunk_logps, *chunk, weight, bias, **recomputed) for chunk in chunks])
 
     head.forward = head_forward
     if softcap:
@@ -171,39 +221,60 @@ def token_logps(model, input_ids, mask, temperature: float = 1.0, chunk_size: in
     return torch.zeros_like(mask, dtype=flat.dtype).masked_scatter(selected, flat)
 
 
+def length_batches(lengths: list[int], batch_tokens: int = 16384):
+    """Positions, the longest sequences first, in batches of about `batch_tokens` padded tokens."""
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)
+    while order:
+        count = max(1, batch_tokens // lengths[order[0]])
+        yield order[:count]
+        order = order[count:]
+
+
 @torch.no_grad()
-def sequence_logps(model, sequences: list[Ids], pad_id: int, device: torch.device, batch_tokens: int = 16384):
-    """Summed completion log-probabilities of a whole data set, shared out over the ranks.
-
-    Batches are cut from the length-sorted sequences before they are dealt to the ranks, so that the numbers do not
-    depend on how many ranks there are. Every rank runs the same number of forward passes, as FSDP requires.
-
-    Args:
-        sequences: N pairs of prompt ids and completion ids.
-        batch_tokens: padded tokens per forward pass, about.
-
-    Returns:
-        (N,) float64 on the CPU, in nats, the same on every rank.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i][0]) + len(sequences[i][1]), reverse=True)
-    batches, start = [], 0
-    while start < len(order):
-        longest = sum(map(len, sequences[order[start]]))
-        batches.append(order[start : start + max(1, batch_tokens // longest)])
-        start += len(batches[-1])
-    logps = torch.zeros(len(sequences), dtype=torch.float64, device=device)
-    for first in range(0, len(batches), world):
+def completion_logps(model, examples: list[Example], pad_id: int):
+    """`token_logps` of a whole data set, shared out over the ranks: log-probs and mask of the completions alone, (N, T)
+    each, float64 on the CPU, the same on every rank and for any number of them."""
+    rank, world, device = dist.get_rank(), dist.get_world_size(), next(model.parameters()).device
+    lengths = torch.tensor([len(x.completion_ids) for x in examples])
+    mask = torch.arange(lengths.max()) < lengths[:, None]  # (N, T)
+    logps = torch.zeros(mask.shape, dtype=torch.float64, device=device)
+    batches = list(length_batches([x.length for x in examples]))
+    for first in range(0, len(batches), world):  # every rank makes as many passes, as FSDP requires
         batch = batches[min(first + rank, len(batches) - 1)]
-        sums = token_logps(model, *pad_batch([sequences[i] for i in batch], pad_id, device)).double().sum(-1)
-        if first + rank < len(batches):
-            logps[batch] = sums
+        input_ids, chosen = pad_batch([examples[i] for i in batch], pad_id, device)
+        found = token_logps(model, input_ids, chosen)[chosen.bool()].double()
+        for i, values in zip(batch, found.split(lengths[batch].tolist())):
+            logps[i, : len(values)] = values if first + rank < len(batches) else 0
     dist.all_reduce(logps)
-    return logps.cpu()
+    return logps.cpu(), mask.double()
 
 
-# --- generation ----------------------------------------------------------------------------------------------------
-#
+def data_quality(args, reference, groups: list[tuple], names: tuple[str, str], needed: int) -> list[tuple]:
+    """Prints the quartiles of the average token log-probs under the initial policy (Figure 6) of the first and the last
+    example of every group (of examples with and without a reward, if they are alone), and drops the groups whose first
+    one is below --min-avg-logp. A ValueError if fewer than `needed` are left."""
+    examples = [x for group in groups for x in group]
+    logps, mask = completion_logps(reference, examples, 0)
+    averages = (logps.sum(-1) / mask.sum(-1)).view(len(groups), -1)
+    first, last = averages[:, 0], averages[:, -1]
+    if averages.shape[1] == 1:
+        good = torch.tensor([x.reward > 0 for x in examples])
+        first, last = first[good], last[~good]
+    kept = [group for group, value in zip(groups, averages[:, 0].tolist()) if not value < args.min_avg_logp]
+    if dist.get_rank() == 0:
+        for name, values in zip(names, (first, last)):
+            told = " ".join(f"{values.quantile(q):.2f}" for q in (0, 0.25, 0.5, 0.75, 1)) if len(values) else "none"
+            print(f"average token log-prob of {name} under the initial policy, nats, min q1 median q3 max: {told}")
+        if len(first) and -1.03 <= first.median() <= -0.36:
+            print("  (the paper trained worse on its lowest quartile, -1.03 to -0.36: Figure 6; see --min-avg-logp)")
+        if len(kept) < len(groups):
+            print(f"--min-avg-logp {args.min_avg_logp}: {len(groups) - len(kept)} of {len(groups)} rows dropped")
+    if len(kept) < needed:
+        raise ValueError(f"{len(kept)} rows are left, and a batch takes {needed}; lower it")
+    return kept
+
+
+# --- generation ---
 # An engine is an unsharded transformers model or a vLLM engine; both live in the training process, one on every rank.
 
 
@@ -211,22 +282,19 @@ def start_engine(name: str, model_name: str, *, dtype, device, max_length: int, 
     """Starts the engine called `name`; "auto" is vLLM where it is installed for this device, else transformers.
 
     The process group must exist, all ranks call this together, and weights are right only after `update_engine`.
-
-    Args:
-        dtype: of weights and cache.
-        max_length: tokens of prompt and completion.
-        memory_share: share of the GPU's memory for vLLM's weights and cache (on the CPU the cache is 1 GiB).
-
-    Returns:
-        The engine.
+    `max_length`: tokens of prompt and completion. `memory_share`: of the GPU, for vLLM (on the CPU: a cache of 1 GiB).
     """
-    if name == "hf" or (name == "auto" and not vllm_available(device)):
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
+    if name == "auto" and find_spec("vllm"):
+        from vllm.platforms import current_platform
+
+        name = "vllm" if current_platform.device_type == device.type else "hf"
+    if name != "vllm":
         load = {"dtype": dtype, "trust_remote_code": trust_remote_code}
         model = AutoModelForCausalLM.from_pretrained(model_name, **load).to(device).eval()
         model.generation_config = GenerationConfig()  # no sampling defaults of the model's own, such as a penalty
         return model
-    defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "RANK": "0", "LOCAL_RANK": "0"}
-    os.environ |= {key: value for key, value in defaults.items() if key not in os.environ}
+    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "RANK": "0", "LOCAL_RANK": "0"} | os.environ
     from vllm import LLM, _custom_ops
 
     options = {"gpu_memory_utilization": memory_share, "enable_sleep_mode": True}
@@ -252,18 +320,7 @@ def start_engine(name: str, model_name: str, *, dtype, device, max_length: int, 
     torch.set_num_threads = set_num_threads  # vLLM disables it on the CPU
     engine.llm_engine.engine_core._finalizer.detach()  # it would destroy our process group together with the engine
     gc.unfreeze()  # vLLM exempts every object of the process from garbage collection
-    sleep_engine(engine)
     return engine
-
-
-def vllm_available(device: torch.device) -> bool:
-    """Whether vLLM is installed and built for the device that trains."""
-    if find_spec("vllm") is None:
-        return False
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
-    from vllm.platforms import current_platform
-
-    return current_platform.device_type == device.type
 
 
 @torch.no_grad()
@@ -283,51 +340,26 @@ def update_engine(engine, policy) -> None:
     engine.reset_prefix_cache()
 
 
-def sleep_engine(engine) -> None:
-    """Frees vLLM's GPU memory until the next `update_engine`; nothing to do for transformers or on the CPU."""
-    if not isinstance(engine, torch.nn.Module) and engine.llm_engine.vllm_config.model_config.enable_sleep_mode:
-        engine.sleep(level=2)
-
-
-def generate(
-    engine,
-    prompts: list[Sequence[int]],
-    *,
-    seed: Sequence[int],
-    eos_ids: Sequence[int],
-    pad_id: int,
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    batch_size: int = 256,
-) -> tuple[list[list[int]], list[list[float]]]:
-    """Samples one completion for every prompt, shared out over the ranks. Rollouts and evaluation both come here.
+def generate(engine, prompts: list, *, seed: tuple, eos_ids, pad_id: int, batch_size=256, progress=None, **limits):
+    """Samples one completion for every prompt, shared out over the ranks.
 
     The completions do not depend on the number of ranks: with vLLM every request has a seed of its own, from (seed, its
     position); with transformers, batches are cut before they are dealt to the ranks and seeded likewise.
 
-    Args:
-        engine: from `start_engine`, updated.
-        prompts: prompt ids, as training sees them.
-        seed: integers, such as (seed, round).
-        eos_ids: every id that ends a turn.
-        max_new_tokens: tokens; a completion that reaches it without an end-of-turn token is returned as it is.
-        temperature: 0 is greedy decoding.
-        top_p: nucleus probability mass, in (0, 1].
-        batch_size: sequences per transformers batch.
-
-    Returns:
-        In the order of `prompts`, on every rank: completion ids, up to and including the first end-of-turn token, and
-        the log-probability, in nats, that the engine gives each of them (at temperature 1, before the nucleus cut).
+    prompts: prompt ids. batch_size: sequences per transformers batch. progress: a tqdm bar of this rank's completions.
+    limits: max_new_tokens; temperature, where 0 is greedy decoding; top_p, the nucleus, in (0, 1].
+    Returns, in the order of `prompts`, on every rank: completion ids, up to and including the first end-of-turn token,
+    and the log-probs that vLLM gives them (at temperature 1, before the nucleus cut; None from transformers).
     """
     size, found = (batch_size if isinstance(engine, torch.nn.Module) else 1), {}
     for first in range(dist.get_rank() * size, len(prompts), dist.get_world_size() * size):
         found[first] = prompts[first : first + size]
     seeds = {first: int(np.random.SeedSequence((*seed, first)).generate_state(1)[0]) for first in found}
-    limits = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
     if isinstance(engine, torch.nn.Module):
         for first, rows in found.items():
             found[first] = _generate_hf(engine, rows, seeds[first], eos_ids, pad_id, **limits)
+            if progress is not None:
+                progress.update(len(rows))
     else:
         from vllm import SamplingParams
 
@@ -335,7 +367,8 @@ def generate(
         own = {"ignore_eos": True, "stop_token_ids": list(eos_ids), "detokenize": False, "logprobs": 0}
         params = [SamplingParams(seed=seed, **limits, **own) for seed in seeds.values()]
         requests = [{"prompt_token_ids": list(rows[0])} for rows in found.values()]
-        for first, result in zip(found, engine.generate(requests, params, use_tqdm=False), strict=True):
+        shown = progress and not progress.disable and (lambda rows=None, **_: progress if rows is None else rows)
+        for first, result in zip(found, engine.generate(requests, params, use_tqdm=shown), strict=True):
             ids = list(result.outputs[0].token_ids)
             logps = [step[token].logprob for token, step in zip(ids, result.outputs[0].logprobs, strict=True)]
             found[first] = [(ids, logps)]
@@ -347,59 +380,42 @@ def generate(
 
 @torch.no_grad()
 def _generate_hf(model, prompts, seed, eos_ids, pad_id, *, max_new_tokens, temperature, top_p):
-    device, width = next(model.parameters()).device, max(map(len, prompts))
-    input_ids = torch.tensor([[pad_id] * (width - len(ids)) + [*ids] for ids in prompts], device=device)
-    attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    device = next(model.parameters()).device
+    prompts = [torch.tensor(ids, device=device) for ids in prompts]
+    left = {"batch_first": True, "padding_side": "left"}
+    inputs = {"input_ids": pad_sequence(prompts, padding_value=pad_id, **left)}
+    inputs["attention_mask"] = pad_sequence([torch.ones_like(ids) for ids in prompts], **left)
+    how = {"do_sample": temperature > 0, "max_new_tokens": max_new_tokens, "top_k": 0}
+    how |= {"temperature": temperature, "top_p": top_p} if temperature > 0 else {"temperature": None, "top_p": None}
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        output = model.generate(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=list(eos_ids),
-            pad_token_id=pad_id,
-            **(sampling if temperature > 0 else {"do_sample": False, "temperature": None, "top_p": None}),
-        )
-    completions = []
-    for ids in output[:, width:].tolist():
-        end = next((i for i, token in enumerate(ids) if token in eos_ids), len(ids) - 1)
-        completions.append(ids[: end + 1])
+        output = model.generate(**inputs, **how, eos_token_id=list(eos_ids), pad_token_id=pad_id)
     samples = []
-    for first in range(0, len(prompts), 16):  # 16 sequences at a time: their hidden states are in memory, not a cache
-        part = list(zip(prompts, completions))[first : first + 16]
-        logps, mask = token_logps_of(model, part, pad_id, device)
-        samples += [(ids, row[chosen.bool()].tolist()) for (_, ids), row, chosen in zip(part, logps, mask)]
+    for ids in output[:, inputs["input_ids"].shape[1] :].tolist():
+        end = next((i for i, token in enumerate(ids) if token in eos_ids), len(ids) - 1)
+        samples.append((ids[: end + 1], None))
     return samples
 
 
-def token_logps_of(model, sequences: list[Ids], pad_id: int, device: torch.device):
-    """token_logps (B, T) and mask (B, T) of (prompt ids, completion ids) sequences."""
-    input_ids, mask = pad_batch(sequences, pad_id, device)
-    return token_logps(model, input_ids, mask), mask
-
-
 @torch.no_grad()
-def engine_difference(policy, sequences: list[Ids], engine_logps, pad_id: int, device) -> tuple[float, float]:
-    """Mean and maximum of |log-prob of the engine - log-prob of the policy| over the tokens of a few samples, in nats.
-
-    A sampler with stale weights, another temperature or another model shows here. Every rank computes the same.
-    """
-    logps, mask = token_logps_of(policy, sequences, pad_id, device)
-    reported = torch.tensor([value for row in engine_logps for value in row], dtype=logps.dtype, device=device)
-    difference = (logps[mask.bool()] - reported).abs()
+def engine_difference(engine, policy, examples: list[Example], engine_logps, pad_id: int) -> tuple[float, float]:
+    """Mean and maximum of |log-prob of the engine - log-prob of the policy| over the tokens of a few samples, in nats:
+    a sampler with stale weights or another model shows here. Every rank computes the same."""
+    input_ids, mask = pad_batch(examples, pad_id, next(policy.parameters()).device)
+    logps = token_logps(policy, input_ids, mask)[mask.bool()]
+    if isinstance(engine, torch.nn.Module):
+        reported = token_logps(engine, input_ids, mask)[mask.bool()]
+    else:
+        reported = torch.tensor(list(itertools.chain(*engine_logps)), dtype=logps.dtype, device=logps.device)
+    difference = (logps - reported).abs()
     return difference.mean().item(), difference.max().item()
 
 
-# --- reward model and statistics -----------------------------------------------------------------------------------
+# --- reward model ---
 
 
 def load_reward_model(name: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool):
-    """A sequence classifier with one output, and its tokenizer.
-
-    Raises:
-        ValueError: it has several outputs.
-    """
+    """A sequence classifier with one output, and its tokenizer. Raises a ValueError if it has several outputs."""
     load = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     model = AutoModelForSequenceClassification.from_pretrained(name, **load).to(device).eval()
     if model.config.num_labels != 1 and not trust_remote_code:  # remote code such as ArmoRM's has its own `score`
@@ -408,53 +424,132 @@ def load_reward_model(name: str, dtype: torch.dtype, device: torch.device, trust
 
 
 @torch.no_grad()
-def reward_scores(model, tokenizer, samples: list[tuple], batch_tokens: int = 16384) -> torch.Tensor:
+def reward_scores(model, tokenizer, samples: list[tuple]) -> torch.Tensor:
     """Scores of a sequence-classification reward model, shared out over the ranks: its one output, or the `score` that
     a model with code of its own returns (ArmoRM).
 
-    Args:
-        model: an `AutoModelForSequenceClassification` with one label, the same on every rank.
-        tokenizer: the reward model's own; its chat template renders the conversation when it has one.
-        samples: (prompt, completion text, finished) with the prompt a string or a list of messages. An unfinished
-            completion is rendered without the end of its turn.
-
-    Returns:
-        (N,) float64 on the CPU, in the order of `samples`, the same on every rank.
+    samples: (prompt, completion text, finished) with the prompt a string or a list of messages. The tokenizer's chat
+    template renders the conversation if it has one; an unfinished completion without the end of its turn.
+    Returns (N,) float64 on the CPU, in the order of `samples`, the same on every rank.
     """
-    device = next(model.parameters()).device
     encoded = []
     for prompt, completion, finished in samples:
         if tokenizer.chat_template:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             messages = [*messages, {"role": "assistant", "content": completion}]
-            text = tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=not finished)
-            encoded.append(tokenizer(text, add_special_tokens=False).input_ids)
+            text = render(tokenizer, messages, continue_final_message=not finished)
         else:
-            if not isinstance(prompt, str):
-                prompt = "\n".join(message["content"] for message in prompt)
-            encoded.append(tokenizer(prompt + completion + (tokenizer.eos_token or "") * finished).input_ids)
-    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]), reverse=True)
+            text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+            text += completion + (tokenizer.eos_token or "") * finished
+        encoded.append(tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids)
+    device, config = next(model.parameters()).device, model.config.get_text_config()
     scores = torch.zeros(len(encoded), dtype=torch.float64, device=device)
-    config, start, turn = model.config.get_text_config(), 0, 0
-    pad_id = config.pad_token_id if (config.pad_token_id or 0) >= 0 else None
-    while start < len(order):
-        batch = order[start : start + max(1, batch_tokens // len(encoded[order[start]]))]
-        start, turn = start + len(batch), turn + 1
-        if turn % dist.get_world_size() != dist.get_rank():
-            continue
-        if pad_id is None:  # the model reads the last token that is not padding, so padding must end no sequence
+    without_pad = config.pad_token_id is None or config.pad_token_id < 0
+    for batch in itertools.islice(
+        length_batches(list(map(len, encoded))), dist.get_rank(), None, dist.get_world_size()
+    ):
+        if without_pad:  # the model reads the last token that is not padding, so padding must end no sequence
             last = {encoded[i][-1] for i in batch}
             config.pad_token_id = next(i for i in range(config.vocab_size) if i not in last)
-        width = len(encoded[batch[0]])  # the longest comes first
-        input_ids = torch.tensor(
-            [encoded[i] + [config.pad_token_id] * (width - len(encoded[i])) for i in batch], device=device
-        )
-        attention_mask = torch.tensor([[1] * len(encoded[i]) + [0] * (width - len(encoded[i])) for i in batch])
-        output = model(input_ids=input_ids, attention_mask=attention_mask.to(device))
+        ids = [torch.tensor(encoded[i], device=device) for i in batch]
+        attention_mask = pad_sequence([torch.ones_like(part) for part in ids], batch_first=True)
+        input_ids = pad_sequence(ids, batch_first=True, padding_value=config.pad_token_id)
+        output = model(input_ids=input_ids, attention_mask=attention_mask)
         score = output.score if hasattr(output, "score") else output.logits  # (b,) or (b, 1)
         scores[batch] = score.double().view(len(batch))
     dist.all_reduce(scores)
     return scores.cpu()
+
+
+# --- sampling and scoring ---
+
+
+class Sampler:
+    """Completions of the present policy and their rewards. Rollouts and evaluation both come here."""
+
+    def __init__(self, args, config, tokens: Tokens, dtype: torch.dtype, device: torch.device):
+        """Loads the reward model, if one is named; the engine starts with the first sample. A ValueError if one is not
+        to be had."""
+        self.args, self.tokens, self.dtype, self.device = args, tokens, dtype, device
+        self.engine, self.judge, self.metrics = None, None, {}  # metrics: of the last call, for the log
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+        self.max_length = min(args.max_prompt_length + args.max_new_tokens, positions)
+        if args.engine == "vllm" and not find_spec("vllm"):
+            raise ValueError("--engine vllm needs vllm, which is not installed; see the README, or leave the flag out")
+        if name := getattr(args, "reward_model", ""):
+            try:
+                self.judge = load_reward_model(name, dtype, device, args.trust_remote_code)
+            except Exception as error:
+                raise ValueError(f"--reward-model {name}: {error}") from error
+
+    def sample(self, policy, prompts: list[Example], count: int, seed: tuple) -> list[list[Example]]:
+        """`count` samples for each prompt, from an engine that is checked to be the policy. A ValueError if it is
+        not, or if anything is not finite."""
+        args, started = self.args, time.perf_counter()
+        if self.engine is None:
+            where = {"dtype": self.dtype, "device": self.device, "max_length": self.max_length}
+            options = {"memory_share": args.vllm_memory, "trust_remote_code": args.trust_remote_code}
+            self.engine = start_engine(args.engine, args.model, **where, **options)
+        repeated = [prompt for prompt in prompts for _ in range(count)]
+        limits = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
+        limits |= {
+            "eos_ids": self.tokens.eos_ids,
+            "pad_id": self.tokens.pad_id,
+            "batch_size": args.generation_batch_size,
+        }
+        share = math.ceil(len(repeated) / dist.get_world_size())
+        update_engine(self.engine, policy)
+        name = "sampling with " + ("transformers" if isinstance(self.engine, torch.nn.Module) else "vLLM")
+        with tqdm(desc=name, total=share, unit="sample", leave=False, disable=dist.get_rank() != 0) as bar:
+            try:
+                ids, logps = generate(self.engine, [x.prompt_ids for x in repeated], seed=seed, progress=bar, **limits)
+            except RuntimeError as error:
+                if "probability tensor" not in str(error):
+                    raise
+                raise ValueError("the policy's probabilities are not finite; look at --model, or lower --lr") from error
+        if not isinstance(self.engine, torch.nn.Module) and self.device.type == "cuda":
+            self.engine.sleep(level=2)  # frees vLLM's memory until the next update
+        few = [prompt._replace(completion_ids=part) for prompt, part in zip(repeated[:8], ids)]
+        mean, largest = engine_difference(self.engine, policy, few, logps[:8], self.tokens.pad_id)
+        if not (mean < 0.1 if args.dtype == "bfloat16" else largest < 1e-3):
+            told = f"differ from the policy's by {mean:.2g} on average, {largest:.2g} at most (nats)"
+            raise ValueError(f"--engine {args.engine}: the log-probs of its samples {told}: it samples another model")
+        texts = self.tokens.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        finished, rewards = [part[-1] in self.tokens.eos_ids for part in ids], [math.nan] * len(ids)
+        if self.judge:
+            rewards = reward_scores(*self.judge, list(zip([x.prompt for x in repeated], texts, finished))).tolist()
+            if not all(map(math.isfinite, rewards)):
+                raise ValueError(f"--reward-model {args.reward_model} gives scores that are not finite")
+        columns = zip(repeated, ids, rewards, texts, finished)
+        samples = [x._replace(completion_ids=i, reward=r, text=t, finished=f) for x, i, r, t, f in columns]
+        self.metrics = {f"rollout/{name}_mean": mean_and_se(v)[0] for name, v in sample_statistics(samples).items()}
+        self.metrics |= {"rollout/logp_diff_mean": mean, "rollout/logp_diff_max": largest}
+        self.metrics["perf/rollout_time"] = time.perf_counter() - started
+        return [samples[first : first + count] for first in range(0, len(samples), count)]
+
+    def evaluate(self, policy, prompts: list[Example], initial: dict) -> tuple[dict, list[Example]]:
+        """One sample for each of the first --eval-samples prompts, and their statistics; wins are against the samples
+        that the first call keeps in `initial`."""
+        if not (prompts := prompts[: self.args.eval_samples]):
+            return {}, []
+        samples = [group[0] for group in self.sample(policy, prompts, 1, (self.args.seed, 0))]
+        statistics = sample_statistics(samples, initial.setdefault("samples", samples))
+        return {f"eval/{name}": values for name, values in statistics.items()}, samples
+
+
+def sample_statistics(samples: list[Example], baseline: list[Example] | None = None) -> dict[str, torch.Tensor]:
+    """Length in tokens, whether finished, and, with a reward model, reward and wins against a baseline, (N,) each."""
+    columns = {"length": [len(s.completion_ids) for s in samples], "finished": [s.finished for s in samples]}
+    if not math.isnan(samples[0].reward):
+        columns["reward"] = [s.reward for s in samples]
+        if baseline:
+            columns["win_rate"] = [float(win_rate(s.reward, b.reward)) for s, b in zip(samples, baseline, strict=True)]
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()}
+
+
+def win_rate(rewards, baseline):
+    """1 where a reward is higher than the baseline's for the same prompt, 0.5 where they tie, 0 where it is lower."""
+    return (rewards > baseline) + 0.5 * (rewards == baseline)
 
 
 def mean_and_se(values) -> tuple[float, float]:
@@ -463,38 +558,168 @@ def mean_and_se(values) -> tuple[float, float]:
     return values.mean().item(), (values.std(correction=min(1, len(values) - 1)) / math.sqrt(len(values))).item()
 
 
-def win_rate(rewards, baseline) -> torch.Tensor:
-    """1 where a reward is higher than the baseline's for the same prompt, 0.5 where they tie, 0 where it is lower."""
-    return (rewards > baseline) + 0.5 * (rewards == baseline)
+def means(values: dict[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
+    """`mean_and_se` of every metric. Raises a ValueError if a value is not finite."""
+    if bad := [key for key, value in values.items() if not value.isfinite().all()]:
+        raise ValueError(f"{', '.join(bad)} not finite; look at --model and --eval-dataset, or lower --lr")
+    return {key: mean_and_se(value) for key, value in values.items()}
 
 
-# --- grading -------------------------------------------------------------------------------------------------------
-#
+# --- logs and reports ---
+
+
+def write(path: Path, text: str) -> None:
+    """Replaces a file as a whole: whoever reads it, or resumes after a crash, sees the old text or the new one."""
+    path.with_name(f"{path.name}.tmp").write_text(text)
+    path.with_name(f"{path.name}.tmp").replace(path)
+
+
+def peak_memory(device: torch.device) -> float:
+    """GiB since the process began: CUDA allocations or, on the CPU, resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+class Log:
+    """A line of metrics.jsonl for every step, the same in TensorBoard and, with --track, in Weights & Biases."""
+
+    def __init__(self, args, folder: Path, start: int):
+        """Drops the lines that a run which is resumed at step `start` wrote after that step."""
+        path, run_id = folder / "metrics.jsonl", folder / "wandb_run_id"
+        write(path, "".join(path.read_text().splitlines(keepends=True)[:start]) if path.exists() else "")
+        self.file = path.open("a", buffering=1)
+        if args.track:
+            import wandb
+
+            how = {"resume": "allow", "name": folder.name, "config": asdict(args), "sync_tensorboard": True}
+            run = wandb.init(id=run_id.read_text() if run_id.exists() else None, **how)
+            run_id.write_text(run.id)
+        self.writer = SummaryWriter(folder, purge_step=start)
+        self.writer.add_text("args", json.dumps(asdict(args), indent=2))
+
+    def write(self, metrics: dict) -> None:
+        self.file.write(json.dumps(metrics) + "\n")
+        for key, value in metrics.items():
+            self.writer.add_scalar(key, value, metrics["step"])
+
+    def close(self) -> None:
+        self.file.close()
+        self.writer.close()
+
+
+def table(before: dict, after: dict) -> str:
+    """The metrics before and after training, a line each."""
+    lines = [f"{'mean ± standard error':24}{'before':>20}{'after':>20}"]
+    for key in after:
+        lines.append(f"{key:24}" + "".join(f"{mean:10.3f} ± {error:7.3f}" for mean, error in (before[key], after[key])))
+    return "\n".join(lines) if after else "not evaluated: no --eval-dataset, or --eval-samples 0"
+
+
+def report(folder: Path, before: dict, after: dict, samples_before: list, samples_after: list) -> None:
+    """Prints what training changed, and writes summary.json and outputs.json, which the alpaca_eval command reads."""
+    write(folder / "summary.json", json.dumps({"before": before, "after": after}, indent=2))
+    print(f"\n{table(before, after)}")
+    questions = [x.prompt if isinstance(x.prompt, str) else x.prompt[-1]["content"] for x in samples_after]
+    shown = {q: samples for q, *samples in reversed(list(zip(questions, samples_before, samples_after)))}
+    for question in list(dict.fromkeys(questions))[:4]:
+        print(f"\nprompt: {question}")
+        for when, sample in zip(("before", "after"), shown[question]):
+            print(f"{when}: {sample.text}" + ("" if math.isnan(sample.reward) else f"  [reward {sample.reward:.2f}]"))
+    if samples_after:
+        rows = [
+            {"instruction": q, "output": s.text, "generator": folder.name} for q, s in zip(questions, samples_after)
+        ]
+        write(folder / "outputs.json", json.dumps(rows, indent=2, ensure_ascii=False))
+    print(f"\nwrote {folder}")
+
+
+def model_card(script: str, args, before: dict, after: dict) -> str:
+    """A Hub model card: what was trained on what, how, with which result."""
+    return f"""---
+library_name: transformers
+tags: [{script.replace("_", "-")}, humanline]
+---
+Trained with `{script}.py` ([Humanline](https://arxiv.org/abs/2509.24207)) from `{args.model}` on `{args.dataset}`, in
+{args.num_steps} steps. Choose a licence that those of the model and the data allow.
+```
+{table(before, after)}
+```
+
+```python
+model, tokenizer = (auto.from_pretrained("this folder") for auto in (AutoModelForCausalLM, AutoTokenizer))
+inputs = tokenizer("your prompt", return_tensors="pt")  # or tokenizer.apply_chat_template(messages, ...)
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=256)[0]))
+```
+Settings: `{json.dumps(asdict(args))}`
+"""
+
+
+# --- grading ---
 # math_verify runs in worker processes: an answer that never ends, eats memory or crashes takes one worker with it.
 
 
-def start_grader(workers: int, time_limit: float = 5.0):
-    """A pool of processes for `parse_answers` and `grade`, started when first used. `stop` and `join` end it; where the
-    script ends without them, in whatever way, the workers end too.
+def start_grader(workers: int = 0, time_limit: float = 5.0):
+    """A pool of processes, by default up to 8 that share the rank's cores, for `parse_answers` and `grade`. `stop` and
+    `join` end it; where the script ends without them, in whatever way, the workers end too.
 
     time_limit: CPU seconds for one answer, so neither a busy machine nor a queue costs a right answer its grade.
     """
+    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     from pebble import ProcessPool
 
     context = multiprocessing.get_context("forkserver")  # a plain fork would inherit the threads of CUDA and gloo
     # A worker imports the main script and this module: 0.2 s if the server holds what they import, else 6 s.
     context.set_forkserver_preload(["torch", "transformers.models.auto.modeling_auto", "datasets", "math_verify"])
-    pool = ProcessPool(workers, max_tasks=1000, initializer=_start_worker, context=context)
+    pool = ProcessPool(workers or max(1, min(cores, 8)), max_tasks=1000, initializer=_start_worker, context=context)
     pool.time_limit = time_limit
     return pool
 
 
-def parse_answers(pool, texts: list[str]) -> list[str | None]:
-    """Gold answers for `grade`: each text, or None if math_verify cannot read it or finds it unequal to itself.
+def gold_answers(pool, rows: dict[int, dict]) -> dict[int, str]:
+    """{row number: gold answer for `grade`}: the `answer` of a row, text or a number, or its `solution` with the last
+    \\boxed{…}; without those that math_verify cannot read or finds unequal to themselves.
 
-    texts: answers in LaTeX, or solutions whose last \\boxed{…} is the answer; the same on every rank.
+    Raises a ValueError if a row has neither, or one is not text.
     """
+    golds = {}
+    for number, row in rows.items():
+        answer, solution = row.get("answer"), row.get("solution")
+        if answer is None and solution is None:
+            raise ValueError(f"line {number}: it has no answer or solution; the columns are {', '.join(row)}")
+        if type(answer) is float:  # written out: 1e-05 would be read as 1·e - 5
+            answer = np.format_float_positional(answer, trim="-") if math.isfinite(answer) else ""
+        answer = str(answer) if type(answer) is int else answer
+        if not isinstance(answer, str | None) or not isinstance(solution, str | None):
+            raise ValueError(f"line {number}: answer and solution must be strings")
+        golds[number] = answer if answer is not None else solution if "\\boxed" in solution else ""
+    parsed = parse_answers(pool, list(golds.values()))
+    return {number: gold for number, gold in zip(golds, parsed) if gold is not None}
+
+
+def parse_answers(pool, texts: list[str]) -> list[str | None]:
+    """Gold answers for `grade`: each text, or None if math_verify cannot read it or finds it unequal to itself."""
     return [text if equal else None for text, equal in zip(texts, _judge_all(pool, [(text, None) for text in texts]))]
+
+
+def format_reward(text: str) -> float:
+    """1 for a section of thinking and one of an answer, each tag on a line of its own and nothing around them, else 0
+    (Open-R1's format reward, which lets text follow)."""
+    thinking, _, answer = text.partition("\n</think>\n<answer>\n")
+    return float(thinking.startswith("<think>\n") and answer.endswith("\n</answer>"))
+
+
+def tag_count_reward(text: str) -> float:
+    """A quarter for each of the four tags, with its line breaks, that occurs exactly once (Open-R1)."""
+    return sum(text.count(tag) == 1 for tag in ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")) / 4
+
+
+def math_rewards(pool, completions: list[str], golds: list[str]) -> tuple[dict[str, torch.Tensor], int]:
+    """{accuracy, format, tag_count: (N,)} from 0 to 1, float64, and the second result of `grade`."""
+    accuracies, stopped = grade(pool, completions, golds)
+    rewards = {"accuracy": accuracies, "format": map(format_reward, completions)}
+    rewards["tag_count"] = map(tag_count_reward, completions)
+    return {name: torch.tensor(list(values), dtype=torch.float64) for name, values in rewards.items()}, stopped
 
 
 def grade(pool, completions: list[str], golds: list[str]) -> tuple[list[float], int]:
@@ -505,14 +730,10 @@ def grade(pool, completions: list[str], golds: list[str]) -> tuple[list[float], 
     LaTeX. So a list of candidates gains nothing: "1, 2, 3" is a set, equal to none of its members. Equality is that of
     math_verify: symbolic, or to 6 decimals; units, case, the base in 12_5 and "x =" do not count; 9% is 9 and 0.09.
 
-    Args:
-        golds: from `parse_answers`, without its None, one for each completion; all the same on every rank.
+    golds: from `parse_answers`, without its None, one for each completion; all the same on every rank.
 
-    Returns:
-        The grades, the same for any number of workers and ranks, and how many are 0 because grading was stopped.
-
-    Raises:
-        RuntimeError: the pool broke, because something outside killed an idle worker.
+    Returns the grades, the same for any number of workers and ranks, and how many are 0 because grading was stopped.
+    A RuntimeError if the pool broke, because something outside killed an idle worker.
     """
     inside = [completion.rpartition("</answer>")[0].rpartition("<answer>")[1:] for completion in completions]
     answers = [answer if tag else completion for (tag, answer), completion in zip(inside, completions)]

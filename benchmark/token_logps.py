@@ -21,7 +21,7 @@ import tyro
 from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from utils import pad_batch, token_logps  # noqa: E402
+from utils import Example, pad_batch, token_logps  # noqa: E402
 
 
 @dataclass
@@ -54,7 +54,8 @@ def measure(args: Args) -> dict:
     sizes = {"hidden_size": args.hidden, "intermediate_size": 3 * args.hidden, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=args.vocab, num_hidden_layers=2, **sizes)).to(device)
     ids = torch.randint(3, args.vocab, (args.batch, args.prompt + args.completion)).tolist()
-    input_ids, mask = pad_batch([(row[: args.prompt], row[args.prompt :]) for row in ids], 0, device)
+    examples = [Example(0, "", row[: args.prompt], row[args.prompt :]) for row in ids]
+    input_ids, mask = pad_batch(examples, 0, device)
     logps = token_logps if args.side == "token_logps" else full_logps
     if device.type == "cuda":
         before = torch.cuda.memory_allocated()

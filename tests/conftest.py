@@ -27,7 +27,9 @@ os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 
 # A rank binds its port a while after it was chosen, so none may be one that the system hands out meanwhile (they begin
 # at 32768), or another pytest process chooses.
-SLOT = int(os.environ.get("PYTEST_XDIST_WORKER", "gw9").removeprefix("gw")) % 10 + 10 * bool(find_spec("vllm"))
+SLOT = int(os.environ.get("PYTEST_XDIST_WORKER", f"gw{os.getpid()}").removeprefix("gw")) % 10 + 10 * bool(
+    find_spec("vllm")
+)
 PORTS = itertools.count(12_000 + 1_000 * SLOT)
 
 

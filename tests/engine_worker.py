@@ -11,7 +11,7 @@ from conftest import TOY
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from utils import encode_prompt, engine_difference, generate, start_engine, update_engine
+from utils import Example, encode_prompt, engine_difference, generate, start_engine, update_engine
 
 if __name__ == "__main__":
     ((model, path),) = json.loads(sys.argv[1])
@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
     def look(engine, temperature=0.7):
         ids, logps = generate(engine, prompts, temperature=temperature, **how)
-        return ids, engine_difference(policy, list(zip(prompts, ids)), logps, 0, torch.device("cpu"))
+        return ids, engine_difference(engine, policy, [Example(0, "", *pair) for pair in zip(prompts, ids)], logps, 0)
 
     report = {}
     for engine in (vllm, hf):

@@ -10,7 +10,7 @@ from pathlib import Path
 if __name__ == "__main__":
     name, count = os.environ["KILL"].split()
     script = importlib.import_module(os.environ["SCRIPT"])
-    owner = script.dcp if name == "save" else script
+    owner = script.dcp if name == "save" else script if hasattr(script, name) else script.utils
     original, calls = getattr(owner, name), []
 
     def fatal(*arguments, **keywords):

@@ -9,15 +9,18 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
-import tyro
 from torch.distributed.tensor.debug import CommDebugMode
 
 import dpo_humanline
-from utils import pad_batch, token_logps
+import utils
+from utils import Example, pad_batch, token_logps
 
-PROBE = pad_batch([([1, 7, 2], [9, 10, 11, 5]), ([1, 8, 2], [20, 21, 5])], 0, "cpu")
+PROBE = pad_batch(
+    [Example(1, "", [1, 7, 2], [9, 10, 11, 5]), Example(2, "", [1, 8, 2], [20, 21, 5])], 0, torch.device("cpu")
+)
 
 
 def digest(tensors) -> str:
@@ -50,14 +53,15 @@ def watch(record: list) -> None:
         record[-1]["syncs"] += 1
         record[-1]["sync_collectives"] += communication.get_total_counts()
 
-    dpo_humanline.token_logps, dpo_humanline.sync_reference = recording_token_logps, counting_sync
+    seen = vars(utils) | {"token_logps": recording_token_logps}  # by the loop alone, not by what utils itself calls
+    dpo_humanline.utils, dpo_humanline.sync_reference = SimpleNamespace(**seen), counting_sync
 
 
 if __name__ == "__main__":
     ORIGINAL_SYNC = dpo_humanline.sync_reference
     for port, arguments in zip(json.loads(os.environ["PORTS"]), json.loads(sys.argv[1])):
         os.environ["MASTER_PORT"] = str(port)
-        args, steps = tyro.cli(dpo_humanline.Args, args=arguments), []
+        args, steps = dpo_humanline.parse_args(arguments), []
         watch(steps)
         dpo_humanline.main(args)
         if os.environ.get("RANK", "0") == "0":

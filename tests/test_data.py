@@ -3,7 +3,9 @@
 `letters` is a tokenizer with one token per character, so that decoded ids show exactly what is trained on.
 """
 
+import contextlib
 import gzip
+import io
 import json
 import re
 import shutil
@@ -15,8 +17,12 @@ from conftest import SHARED, TOY
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from dpo_humanline import Args, load_pairs, load_tokenizer
-from utils import encode_completion, encode_prompt, pad_batch, token_logps
+import dpo_humanline
+import kto_humanline
+from dpo_humanline import Args
+from utils import Example, Tokens, encode_completion, encode_prompt, load_tokens, pad_batch, token_logps
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 TURN = "<|{{ m.role }}|>{{ m.content }}"
 PROMPT = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -42,29 +48,33 @@ def message(role: str, content: str) -> dict:
 
 
 @pytest.fixture(autouse=True)
-def without_network(monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)  # a local file too is reported to the Hub
+def group_that_stays(monkeypatch):
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)  # an error would end it for all tests
 
 
-def read(path, tokenizer, eos_ids=frozenset({EOS}), **args):
-    """Pairs of a file, and what is said about them."""
-    return load_pairs(Args(**args), "--dataset", str(path), "train", (tokenizer, set(eos_ids), None))
+def read(path, tokenizer, eos_ids=frozenset({EOS}), script=dpo_humanline, **args):
+    """Groups of a file, and what is said about them."""
+    sizes, tokens = (2,) if script is dpo_humanline else (1, 2), Tokens(tokenizer, set(eos_ids), 0)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        groups = script.load_groups(script.Args(**args), "--dataset", str(path), "train", tokens, sizes)
+    return groups, said.getvalue()
 
 
 @pytest.fixture
 def load(tmp_path):
     """Like `read`, for rows."""
 
-    def run(rows: list[dict], tokenizer=None, eos_ids=frozenset({EOS}), **args):
+    def run(rows: list[dict], tokenizer=None, *rest, **args):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return read(path, tokenizer or letters(), eos_ids, **args)
+        return read(path, tokenizer or letters(), *rest, **args)
 
     return run
 
 
 def texts(tokenizer, pair) -> tuple[str, str, str]:
-    return tuple(map(tokenizer.decode, (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids)))
+    assert pair[0].prompt_ids == pair[1].prompt_ids and [x.reward for x in pair] == [1, 0]
+    return tuple(map(tokenizer.decode, (pair[0].prompt_ids, *(x.completion_ids for x in pair))))
 
 
 # --- formats -------------------------------------------------------------------------------------------------------
@@ -92,24 +102,18 @@ def test_paired_formats_give_the_same_pairs(load, row):
         ("<s><|user|>Hi</s><|assistant|>", "Hello!</s>", "Go.</s>"),
         ("<s><|user|>Bye</s><|assistant|>", "See you</s>", "Good</s>"),
     ]
-    assert [(pair.row, pair.prompt) for pair in pairs] == [(1, [U("Hi")]), (2, [U("Bye")])]
-    assert "2 pairs, 0 dropped" in told
+    assert [(x.row, x.prompt) for pair in pairs for x in pair] == [(1, [U("Hi")])] * 2 + [(2, [U("Bye")])] * 2
+    assert "2 rows, 0 dropped" in told
 
 
 @pytest.mark.parametrize("kind", [lambda text, of: text, lambda text, of: [of(text)]], ids=["strings", "messages"])
-def test_unpaired_rows_are_paired_per_prompt(load, kind):
-    rows = [("Hi", "Hello!", True), ("Bye", "Good", False), ("Hi", "Go.", False), ("Bye", "See you", True)]
-    rows = [{"prompt": kind(p, U), "completion": kind(c, A), "label": label} for p, c, label in rows]
-    pairs, _ = load(rows)
+def test_unpaired_rows_are_the_halves_of_pairs(load, kind):
     paired, _ = load([{"prompt": p, "chosen": c, "rejected": r} for p, c, r in PAIRS])
-    assert [pair[1:] for pair in pairs] == [pair[1:] for pair in paired]
-    assert [pair.row for pair in pairs] == [1, 4]
-
-
-def test_unpaired_rows_without_a_partner_are_counted(load):
-    rows = [("Hi", "Hello!", True), ("Hi", "Go.", False), ("Hi", "Hey", True), ("Bye", "See you", True)]
-    pairs, told = load([{"prompt": p, "completion": c, "label": label} for p, c, label in rows])
-    assert len(pairs) == 1 and "1 pairs, 2 dropped" in told
+    rows = [(p, c, label) for p, *both in PAIRS for c, label in zip(both, (True, False))]
+    rows = [{"prompt": kind(p, U), "completion": kind(c, A), "label": label} for p, c, label in rows]
+    groups, told = load(rows, script=kto_humanline)
+    assert [x._replace(row=(x.row + 1) // 2) for (x,) in groups] == [x for pair in paired for x in pair]
+    assert [x.row for (x,) in groups] == [1, 2, 3, 4] and "4 rows, 0 dropped" in told
 
 
 def test_messages_shared_over_several_turns_are_the_prompt(load):
@@ -126,7 +130,7 @@ def test_prompt_that_completions_do_not_repeat_is_never_lost(load):
     turns = [A("Yes?"), U("Why")]
     lost = {"prompt": [U("Hi")], "chosen": [*turns, A("So")], "rejected": [*turns, A("No")]}
     pairs, _ = load([lost, {"prompt": [U("Hi")], "chosen": [A("So")], "rejected": [A("No")]}])
-    assert all(pair.prompt[0] == U("Hi") for pair in pairs)
+    assert all(x.prompt[0] == U("Hi") for pair in pairs for x in pair)
 
 
 def test_prompts_are_those_of_trl(load):
@@ -135,8 +139,10 @@ def test_prompts_are_those_of_trl(load):
     implicit = [{"chosen": [U(p), A(c)], "rejected": [U(p), A(r)]} for p, c, r in PAIRS]
     assert [trl.maybe_extract_prompt(row) for row in implicit] == explicit
     unpaired = list(trl.unpair_preference_dataset(datasets.Dataset.from_list(explicit)))
-    ids = [[pair[1:] for pair in load(rows)[0]] for rows in (explicit, implicit, unpaired)]
-    assert ids[0] == ids[1] == ids[2]
+    assert load(explicit) == load(implicit)
+    halves = [x for (x,) in load(unpaired, script=kto_humanline)[0]]
+    pairs = [x for side in zip(*load(explicit)[0]) for x in side]  # TRL puts the chosen ones first
+    assert [x[1:] for x in halves] == [x[1:] for x in pairs]
 
 
 @pytest.mark.parametrize("name", ["r.json", "r.jsonl", "r.json.gz", "r.jsonl.gz", "r.parquet"])
@@ -151,6 +157,15 @@ def test_file_kinds_give_the_same_pairs(load, tmp_path, name):
     assert pairs == load(rows)[0] and len(pairs) == 2
 
 
+@pytest.mark.parametrize("before", ["\n", " ", "\ufeff"], ids=["line break", "space", "byte order mark"])
+@pytest.mark.parametrize("name", ["r.json", "r.jsonl"])
+def test_what_stands_before_the_first_row_does_not_matter(load, tmp_path, before, name):
+    rows = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in PAIRS]
+    text = json.dumps(rows) if name == "r.json" else "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / name).write_text(before + text, encoding="utf-8")
+    assert [pair[0].prompt for pair in read(tmp_path / name, letters())[0]] == [[U("Hi")], [U("Bye")]]
+
+
 # --- where a completion begins and ends ----------------------------------------------------------------------------
 
 ROW = {"prompt": "Hi", "chosen": "Hello!", "rejected": "Go."}
@@ -158,7 +173,7 @@ ROW = {"prompt": "Hi", "chosen": "Hello!", "rejected": "Go."}
 
 def test_plain_text_is_followed_by_eos_when_there_is_no_template(load):
     [pair], _ = load([ROW], letters(template=None))
-    assert texts(letters(), pair) == ("<s>Hi", "Hello!</s>", "Go.</s>") and pair.prompt == "Hi"
+    assert texts(letters(), pair) == ("<s>Hi", "Hello!</s>", "Go.</s>") and pair[0].prompt == "Hi"
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "plain"])
@@ -166,7 +181,8 @@ def test_one_bos_however_many_would_write_it(load, template):
     tokenizer = letters(template)
     assert tokenizer("x").input_ids[0] == BOS  # the tokenizer adds its own, and TEMPLATE writes another
     [pair], _ = load([ROW], tokenizer)
-    assert [ids.count(BOS) for ids in pair[2:]] == [1, 0, 0] and pair.prompt_ids[0] == BOS
+    assert [x.prompt_ids.count(BOS) for x in pair] == [1, 1] and pair[0].prompt_ids[0] == BOS
+    assert not any(BOS in x.completion_ids for x in pair)
 
 
 @pytest.mark.parametrize(
@@ -200,13 +216,13 @@ def test_end_of_turn_inside_the_content_does_not_end_the_completion(load):
 @pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace("</s>{% endfor", "{% endfor"), None])
 def test_cut_completion_has_no_end_of_turn_and_every_other_ends_with_it(load, template):
     tokenizer = letters(template)
-    prompt = len(load([ROW], tokenizer)[0][0].prompt_ids)
+    prompt = len(load([ROW], tokenizer)[0][0][0].prompt_ids)
     for room in range(1, 12):
         [pair], _ = load([ROW], tokenizer, max_length=prompt + room)
-        for ids, whole in ((pair.chosen_ids, "Hello!</s>"), (pair.rejected_ids, "Go.</s>")):
+        for x, whole in zip(pair, ("Hello!</s>", "Go.</s>")):
             tokens = tokenizer(whole, add_special_tokens=False).input_ids
-            assert ids == tokens[:room]
-            assert ids.count(EOS) == (1 if room >= len(tokens) else 0)
+            assert x.completion_ids == tokens[:room]
+            assert x.completion_ids.count(EOS) == (1 if room >= len(tokens) else 0)
 
 
 def test_template_that_changes_the_prompt_once_answered_is_refused(load, capsys):
@@ -221,7 +237,7 @@ def test_every_end_of_turn_id_of_the_model_is_known(tmp_path):
     generation = json.loads((tmp_path / "model" / "generation_config.json").read_text())
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [1, 7]}))
     args = Args(model=str(tmp_path / "model"), eos_token="rose")
-    tokenizer, eos_ids, pad_id = load_tokenizer(args, AutoConfig.from_pretrained(args.model))
+    tokenizer, eos_ids, pad_id = load_tokens(args, AutoConfig.from_pretrained(args.model))
     assert eos_ids == {1, 7, 5, tokenizer.convert_tokens_to_ids("rose")} and pad_id == 0
 
 
@@ -231,9 +247,7 @@ def test_tokenizer_without_a_pad_token_pads_with_its_end_of_turn(tmp_path):
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path / "model")
     args = Args(model=str(tmp_path / "model"))
-    assert load_tokenizer(args, AutoConfig.from_pretrained(args.model))[2] == 5
-    args.pad_token = "<unk>"
-    assert load_tokenizer(args, AutoConfig.from_pretrained(args.model))[2] == 1
+    assert load_tokens(args, AutoConfig.from_pretrained(args.model)).pad_id == 5
 
 
 # --- what is dropped -----------------------------------------------------------------------------------------------
@@ -261,21 +275,20 @@ def test_dropped_rows_are_counted_by_reason_and_the_others_keep_order_and_line(l
         for row in rows
     ]
     pairs, told = load(rows, max_prompt_length=20, max_length=26)
-    assert [(pair.row, pair.prompt[0]["content"]) for pair in pairs] == [(2, "one"), (5, "two"), (11, "three")]
-    assert "3 pairs, 8 dropped" in told
+    assert [(x.row, x.prompt[0]["content"]) for x, _ in pairs] == [(2, "one"), (5, "two"), (11, "three")]
+    assert "3 rows, 8 dropped" in told
     for reason, count in {
-        "empty completion": 3,
+        "completion empty or not one assistant message": 5,
         "chosen equals rejected": 2,
-        "prompt longer than --max-prompt-length 20": 1,
-        "completion is not one assistant message": 2,
+        "prompt empty or longer than --max-prompt-length 20": 1,
     }.items():
         assert f"'{reason}': {count}" in told
 
 
 def test_prompt_of_exactly_the_longest_length_is_kept(load):
-    length = len(load([ROW])[0][0].prompt_ids)
+    length = len(load([ROW])[0][0][0].prompt_ids)
     pairs, _ = load([ROW, ROW | {"prompt": "Hi!"}, ROW], max_prompt_length=length)
-    assert [pair.row for pair in pairs] == [1, 3]
+    assert [x.row for x, _ in pairs] == [1, 3]
 
 
 # --- prompts, masks ------------------------------------------------------------------------------------------------
@@ -285,22 +298,27 @@ def test_prompt_of_exactly_the_longest_length_is_kept(load):
 def test_training_prompts_are_those_of_encode_prompt(load, template):
     tokenizer = letters(template)
     pairs, _ = load([{"prompt": p, "chosen": c, "rejected": r} for p, c, r in PAIRS], tokenizer)
-    for pair, (_, chosen, _) in zip(pairs, PAIRS):
-        assert pair.prompt_ids == encode_prompt(tokenizer, pair.prompt)
-        assert pair.chosen_ids == encode_completion(tokenizer, pair.prompt, chosen, {EOS})
+    for pair, (_, *completions) in zip(pairs, PAIRS):
+        for x, completion in zip(pair, completions):
+            assert x.prompt_ids == encode_prompt(tokenizer, x.prompt)
+            assert x.completion_ids == encode_completion(Tokens(tokenizer, {EOS}, 0), x.prompt, completion)
+
+
+def examples(*sequences) -> list[Example]:
+    return [Example(row, "", *sequence) for row, sequence in enumerate(sequences, 1)]
 
 
 def test_mask_is_one_at_completion_tokens_whatever_the_pad_id():
-    sequences = [([7, 5, 8], [9, 5]), ([7], [5]), ([5, 5], [5, 6, 5])]
+    sequences = examples(([7, 5, 8], [9, 5]), ([7], [5]), ([5, 5], [5, 6, 5]))
     for pad_id in (0, 5, 9):
-        input_ids, mask = pad_batch(sequences, pad_id, torch.device("cpu"), multiple_of=4)
-        assert mask.tolist() == [[0, 0, 0, 1, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0, 0]]
-        assert input_ids[1].tolist() == [7, 5, *[pad_id] * 6]
+        input_ids, mask = pad_batch(sequences, pad_id, torch.device("cpu"))
+        assert mask.tolist() == [[0, 0, 0, 1, 1], [0, 1, 0, 0, 0], [0, 0, 1, 1, 1]]
+        assert input_ids.tolist() == [[7, 5, 8, 9, 5], [7, 5, *[pad_id] * 3], [5, 5, 5, 6, 5]]
 
 
 def test_padding_with_the_end_of_turn_id_changes_no_log_probability():
     model = AutoModelForCausalLM.from_pretrained(TOY / "policy", dtype=torch.float64)
-    sequences = [([3, 6, 7, 5, 4], [19, 20, 5]), ([4], [5]), ([3, 6, 4], [21, 5])]
+    sequences = examples(([3, 6, 7, 5, 4], [19, 20, 5]), ([4], [5]), ([3, 6, 4], [21, 5]))
     with torch.no_grad():
         by_end, by_pad = (token_logps(model, *pad_batch(sequences, pad, torch.device("cpu"))) for pad in (5, 0))
     assert torch.equal(by_end, by_pad)
@@ -310,7 +328,7 @@ def test_padding_with_the_end_of_turn_id_changes_no_log_probability():
 def test_log_probability_of_exactly_zero_stays_in_the_mask():
     config = AutoConfig.from_pretrained(TOY / "policy", vocab_size=1, pad_token_id=None, eos_token_id=0)
     model = AutoModelForCausalLM.from_config(config)  # one word, so every word is certain
-    input_ids, mask = pad_batch([([0, 0], [0, 0, 0]), ([0], [0])], 0, torch.device("cpu"))
+    input_ids, mask = pad_batch(examples(([0, 0], [0, 0, 0]), ([0], [0])), 0, torch.device("cpu"))
     logps = token_logps(model, input_ids, mask)
     assert logps.shape == mask.shape and not logps.any()
     assert mask.sum(-1).tolist() == [3, 1]
@@ -327,29 +345,24 @@ def stories(tmp_path):
     """The real tokenizer, which puts BOS first and has no template and no pad token, with a template."""
     (tmp_path / "template.jinja").write_text("{{ bos_token }}" + CHATML + PROMPT.replace("|>{% e", "|>\n{% e"))
     args = Args(model=str(SHARED / "model-stories260K"), chat_template=str(tmp_path / "template.jinja"))
-    return load_tokenizer(args, AutoConfig.from_pretrained(args.model))
+    return load_tokens(args, AutoConfig.from_pretrained(args.model))
 
 
 @real
-def test_every_real_pair_is_kept_or_counted(stories):
+@pytest.mark.parametrize(
+    "name, script, rows",
+    [("pairs", dpo_humanline, 299), ("pairs", kto_humanline, 299), ("unpaired", kto_humanline, 300)],
+)
+def test_every_real_row_is_kept_or_counted(stories, name, script, rows):
     tokenizer, eos_ids, pad_id = stories
-    pairs, told = read(SHARED / "preferences" / "pairs.jsonl", tokenizer, eos_ids)
-    kept, dropped = map(int, re.search(r"(\d+) pairs, (\d+) dropped", told).groups())
-    assert kept == len(pairs) > 100 and kept + dropped == 299 and pad_id == tokenizer.eos_token_id
-    assert [pair.row for pair in pairs] == sorted({pair.row for pair in pairs})
-    for pair in pairs:
-        assert pair.prompt_ids == encode_prompt(tokenizer, pair.prompt)
-        assert pair.prompt_ids[0] == tokenizer.bos_token_id
-        assert [ids.count(tokenizer.bos_token_id) for ids in pair[2:]] == [1, 0, 0]
-        for ids in (pair.chosen_ids, pair.rejected_ids):
-            cut = len(pair.prompt_ids) + len(ids) == Args.max_length and ids[-1] not in eos_ids
-            assert [token for token in ids if token in eos_ids] == ([] if cut else ids[-1:])
-
-
-@real
-def test_every_real_unpaired_row_is_in_a_pair_or_counted(stories):
-    tokenizer, eos_ids, _ = stories
-    room = {"max_prompt_length": 100_000, "max_length": 200_000}
-    pairs, told = read(SHARED / "preferences" / "unpaired.jsonl", tokenizer, eos_ids, **room)
-    kept, dropped = map(int, re.search(r"(\d+) pairs, (\d+) dropped", told).groups())
-    assert kept == len(pairs) and 2 * kept + dropped == 300
+    groups, told = read(SHARED / "preferences" / f"{name}.jsonl", tokenizer, eos_ids, script)
+    kept, dropped = map(int, re.search(r"(\d+) rows, (\d+) dropped", told).groups())
+    assert kept == len(groups) > 100 and kept + dropped == rows and pad_id == tokenizer.eos_token_id
+    numbers = [group[0].row for group in groups]
+    assert numbers == sorted(set(numbers)) and {len(group) for group in groups} == {2 if name == "pairs" else 1}
+    for x in (x for group in groups for x in group):
+        assert x.prompt_ids == encode_prompt(tokenizer, x.prompt)
+        assert x.prompt_ids[0] == tokenizer.bos_token_id and x.prompt_ids.count(tokenizer.bos_token_id) == 1
+        assert tokenizer.bos_token_id not in x.completion_ids
+        cut = x.length == Args.max_length and x.completion_ids[-1] not in eos_ids
+        assert [token for token in x.completion_ids if token in eos_ids] == ([] if cut else x.completion_ids[-1:])

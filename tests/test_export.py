@@ -9,9 +9,12 @@ from conftest import PAIRS, TOY, metrics, run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 RUN = ["--dataset", PAIRS, "--num-steps", "3", "--batch-size", "8", "--warmup-fraction", "0", "--checkpoint-every", "3"]
+RUN += ["--lr", "1e-3", "--adam-eps", "1e-2", "--beta", "10", "--k", "16", "--max-new-tokens", "12", "--engine", "hf"]
+UNEVALUATED = [*RUN, "--eval-dataset", ""]
+JUDGE = str(TOY / "reward_model")
 METRICS = """loss rewards/chosen rewards/rejected rewards/margins rewards/accuracies logps/chosen logps/rejected
 humanline/clipped_low humanline/clipped_high humanline/log_ratio_abs_mean humanline/steps_since_sync grad_norm lr
-perf/step_time perf/sync_time perf/tokens_per_second perf/padding_share perf/peak_memory""".split()
+perf/step_time perf/tokens_per_second perf/peak_memory""".split()
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +27,8 @@ def bf16_policy(tmp_path_factory, tied_policy):
 
 def test_final_loads_with_the_dtype_and_the_ties_of_the_initial_model(tmp_path, bf16_policy):
     """And it is evaluated as exported: sampling from it agrees with the policy, or the run would stop."""
-    evaluation = ["--eval-dataset", str(TOY / "prompts_test.jsonl.gz"), "--eval-samples", "32", "--engine", "hf"]
-    evaluation += ["--max-new-tokens", "12"]
-    judge = ["--reward-model", str(TOY / "reward_model")]
-    run_ranks(2, [[*RUN, "--model", bf16_policy, *evaluation, *judge, "--output-dir", str(tmp_path / "run")]])
+    evaluation = ["--eval-dataset", str(TOY / "prompts_test.jsonl.gz"), "--eval-samples", "32", "--reward-model", JUDGE]
+    run_ranks(2, [[*RUN, "--model", bf16_policy, *evaluation, "--output-dir", str(tmp_path / "run")]])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert {"eval/reward", "eval/win_rate"} <= set(summary["after"]) and "eval/margin" not in summary["after"]
     initial, final = (AutoModelForCausalLM.from_pretrained(f) for f in (bf16_policy, tmp_path / "run" / "final"))
@@ -56,16 +57,7 @@ def test_sampling_defaults_of_the_model_neither_leak_nor_break_the_export(tmp_pa
     shutil.copytree(TOY / "policy", odd)
     defaults = json.loads((odd / "generation_config.json").read_text())
     (odd / "generation_config.json").write_text(json.dumps(defaults | {"temperature": 0.9, "repetition_penalty": 5.0}))
-    judge = [
-        "--reward-model",
-        str(TOY / "reward_model"),
-        "--eval-dataset",
-        PAIRS,
-        "--engine",
-        "hf",
-        "--eval-samples",
-        "16",
-    ]
+    judge = ["--reward-model", JUDGE, "--eval-dataset", PAIRS, "--eval-samples", "16"]
     for name, model in (("plain", str(TOY / "policy")), ("odd", str(odd))):
         run_ranks(1, [[*RUN, "--model", model, *judge, "--output-dir", str(tmp_path / name)]])
     assert (tmp_path / "plain" / "summary.json").read_text() == (tmp_path / "odd" / "summary.json").read_text()
@@ -73,10 +65,8 @@ def test_sampling_defaults_of_the_model_neither_leak_nor_break_the_export(tmp_pa
 
 
 def test_gradient_checkpointing_changes_nothing(tmp_path):
-    run_ranks(
-        1,
-        [[*RUN, *flag, "--output-dir", str(tmp_path / f"{len(flag)}")] for flag in ([], ["--gradient-checkpointing"])],
-    )
+    kinds = ([], ["--gradient-checkpointing"])
+    run_ranks(1, [[*UNEVALUATED, *flag, "--output-dir", str(tmp_path / f"{len(flag)}")] for flag in kinds])
     for plain, recomputed in zip(metrics(tmp_path / "0"), metrics(tmp_path / "1"), strict=True):
         assert recomputed["loss"] == pytest.approx(plain["loss"], rel=1e-9)
         assert recomputed["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-6)
@@ -84,19 +74,16 @@ def test_gradient_checkpointing_changes_nothing(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_other_compute_dtypes_train_the_same_curve(tmp_path, dtype):
-    run_ranks(1, [[*RUN, "--dtype", d, "--output-dir", str(tmp_path / d)] for d in ("float64", dtype)])
+    run_ranks(1, [[*UNEVALUATED, "--dtype", d, "--output-dir", str(tmp_path / d)] for d in ("float64", dtype)])
     tolerance = {"float32": 1e-4, "bfloat16": 0.15}[dtype]
     for exact, rounded in zip(metrics(tmp_path / "float64"), metrics(tmp_path / dtype), strict=True):
         assert rounded["loss"] == pytest.approx(exact["loss"], abs=tolerance)
 
 
 def test_min_avg_logp_drops_the_pairs_below_it(tmp_path):
-    output = run_ranks(1, [[*RUN, "--min-avg-logp", "-2.7", "--output-dir", str(tmp_path / "run")]])
+    output = run_ranks(1, [[*UNEVALUATED, "--min-avg-logp", "-2.7", "--output-dir", str(tmp_path / "run")]])
     line = next(line for line in output.splitlines() if line.startswith("--min-avg-logp -2.7"))
-    policy, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(TOY / "policy"),
-        AutoTokenizer.from_pretrained(TOY / "policy"),
-    )
+    policy, tokenizer = (kind.from_pretrained(TOY / "policy") for kind in (AutoModelForCausalLM, AutoTokenizer))
     low = 0
     for row in map(json.loads, open(PAIRS)):
         chat = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["chosen"]}]
@@ -107,4 +94,33 @@ def test_min_avg_logp_drops_the_pairs_below_it(tmp_path):
         with torch.no_grad():
             logps = policy(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
         low += logps[range(start - 1, len(ids) - 1), ids[start:]].mean().item() < -2.7
-    assert 0 < low < 128 and f": {low} of 128 pairs dropped" in line
+    assert 0 < low < 128 and f": {low} of 128 rows dropped" in line
+
+
+def test_card_outputs_and_samples_tell_what_was_trained(tmp_path):
+    prompts = ["for king", "for king", "for queen", "for king", "for boy", "for girl", "for queen", "for man"]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    folder = tmp_path / "run"
+    output = run_ranks(1, [[*RUN, "--eval-dataset", str(tmp_path / "p.jsonl"), "--output-dir", str(folder)]])
+    outputs = json.loads((folder / "outputs.json").read_text())
+    assert [row["instruction"] for row in outputs] == prompts and {row["generator"] for row in outputs} == {"run"}
+    shown = [line.removeprefix("prompt: ") for line in output.splitlines() if line.startswith("prompt: ")]
+    assert shown == ["for king", "for queen", "for boy", "for girl"]
+    after = [line for line in output.splitlines() if line.startswith("after: ")]
+    first = [outputs[prompts.index(prompt)]["output"] for prompt in shown]
+    assert [line.removeprefix("after: ").partition("  [reward")[0] for line in after] == first
+    card, summary = (folder / "final" / "README.md").read_text(), json.loads((folder / "summary.json").read_text())
+    assert "`dpo_humanline.py`" in card and f"`{TOY / 'policy'}` on `{PAIRS}`" in card and "3 steps" in card
+    settings = json.loads(card.partition("Settings: `")[2].partition("`")[0])
+    assert settings | {"resume": ""} == json.loads((folder / "args.json").read_text())
+    for key, (mean, error) in summary["after"].items():
+        row = next(line for line in card.splitlines() if line.startswith(f"{key} "))
+        assert row in output and row.endswith(f"{mean:10.3f} ± {error:7.3f}")
+
+
+def test_without_evaluation_there_is_no_table_of_results(tmp_path):
+    output = run_ranks(1, [[*UNEVALUATED, "--output-dir", str(tmp_path / "run")]])
+    assert "not evaluated" in output and "standard error" not in output and "prompt: " not in output
+    assert "standard error" not in (tmp_path / "run" / "final" / "README.md").read_text()
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == {"before": {}, "after": {}}
+    assert not (tmp_path / "run" / "outputs.json").exists()

@@ -20,15 +20,7 @@ from utils import grade, parse_answers, start_grader
 
 MATH = SHARED / "math"
 LAYOUT = "<think>\nIt is 17 or \\boxed{18}.\n</think>\n<answer>\n%s\n</answer>"
-FORMS = [
-    "%s",
-    "\n\n%s\n",
-    "$%s$",
-    "$$\n%s\n$$",
-    "\\boxed{%s}",
-    "The answer is $\\boxed{%s}$.",
-    "So $1+1=2$ and thus $%s$.",
-]
+FORMS = ["%s", "\n\n%s\n", "$%s$", "$$\n%s\n$$", "\\boxed{%s}", "The answer is $\\boxed{%s}$."]
 FORMS += ["So $1+1=2$ and thus $%s$.", *[LAYOUT % form for form in FORMS]]
 GOLDS = [r"\frac{1}{2}", r"(3, \frac{\pi}{2})", r"\text{Evelyn}", "4210_5", "12", "-7.5", r"3\sqrt{13}", "1,-2"]
 GOLDS += [r"\begin{pmatrix} 1 \\ -2 \end{pmatrix}", "y = 2x + 3", r"(-\infty, 2) \cup (3, \infty)", r"11\text{ cm}^2"]
@@ -127,16 +119,8 @@ def test_a_completion_has_one_answer(pool, gold, completion, value):
 
 
 def test_gold_answers_that_cannot_be_graded_are_none(pool):
-    golds = [
-        "",
-        " ",
-        "\\frac{1}{",
-        "\\frac{0}{0}",
-        "\\sqrt{2} + \\frac \\pi 2",
-        ENDLESS,
-        "No box here",
-        "so \\boxed{5}.",
-    ]
+    golds = ["", " ", "\\frac{1}{", "\\frac{0}{0}", "\\sqrt{2} + \\frac \\pi 2", ENDLESS, "No box here"]
+    golds += ["so \\boxed{5}."]
     assert parse_answers(pool, golds) == [None] * 5 + [ENDLESS, "No box here", "so \\boxed{5}."]
     assert wrong(pool, ["5", "$5$"], ["It is \\boxed{4}, or \\boxed{5}."] * 2) == []
 

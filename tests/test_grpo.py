@@ -3,13 +3,14 @@
 import gzip
 import json
 import math
+import re
 import shutil
+import signal
 from collections import defaultdict
 
 import pytest
 import torch
 import torch.distributed as dist
-import tyro
 from conftest import ROOT, SHARED, finish, metrics, run_ranks, start_ranks
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
@@ -17,21 +18,25 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 import grpo_humanline
-from grpo_humanline import Args, Example, group_advantages, grpo_loss, load_groups, make_group
+from grpo_humanline import Args, group_advantages, grpo_loss, make_group, parse_args, read_row
+from utils import Example, Tokens, encode_group
 
 TOY = ROOT / "toy" / "tales"
 RUN = ["--num-steps", "4", "--warmup-fraction", "0", "--batch-size", "16", "--lr", "3e-3", "--beta", "0.1"]
 RUN += ["--log-epsilon-P", "-0.4", "--log-epsilon-R", "0.3", "--checkpoint-every", "0", "--k", "2"]
+RUN += ["--eval-dataset", ""]
 ONLINE = ["--online", "--engine", "hf", "--round-prompts", "10", "--max-new-tokens", "40", "--eval-samples", "16"]
 ONLINE += ["--num-steps", "5", "--batch-size", "32", "--checkpoint-every", "2", "--k", "2", "--warmup-fraction", "0"]
+ONLINE += ["--eval-dataset", ""]
 GRPO = ("loss", "grad_norm", "grpo/ratio_mean", "grpo/clip_fraction", "grpo/kl", "grpo/zero_advantage_groups")
 
 
 def main(*arguments):
     """The script in this process; returns the folder, its last argument."""
     try:
-        grpo_humanline.main(tyro.cli(Args, args=[str(argument) for argument in arguments]))
+        grpo_humanline.main(parse_args([str(argument) for argument in arguments]))
     finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's own
         if dist.is_initialized():
             dist.destroy_process_group()
     return arguments[-1]
@@ -135,12 +140,11 @@ def test_advantages_by_hand():
 def test_best_and_worst_make_a_group_of_two_and_a_larger_group_keeps_all():
     examples = [Example(1, "x", [1], [10 + i], reward) for i, reward in enumerate((0.1, 0.9, 0.9, 0.0, 0.0))]
     pair = make_group(examples, 2, 0.5)
-    assert [(x.completion_ids, x.reward, x.advantage) for x in pair] == [([11], 0.9, 1), ([14], 0.0, -1)]
+    assert [(x.completion_ids, x.reward) for x in pair] == [([11], 0.9), ([14], 0.0)]
     assert make_group(examples, 2, 0.91) == () and make_group(examples[:1] * 2, 2, 0.0) == ()
-    group = make_group(examples, 5, 9.0)
-    assert [x.reward for x in group] == [0.9, 0.9, 0.1, 0.0, 0.0]
-    assert sum(x.advantage for x in group) == pytest.approx(0, abs=1e-12)
-    assert sum(x.advantage**2 for x in group) == pytest.approx(5)
+    advantages = group_advantages([x.reward for x in make_group(examples, 5, 9.0)])
+    assert [x.reward for x in make_group(examples, 5, 9.0)] == [0.9, 0.9, 0.1, 0.0, 0.0]
+    assert sum(advantages) == pytest.approx(0, abs=1e-12) and sum(A**2 for A in advantages) == pytest.approx(5)
 
 
 # --- a step of the script against other computations ---------------------------------------------------------------
@@ -166,7 +170,8 @@ HUMANLINE = ("--humanline", "--no-humanline")
 def padded_groups(path):
     """Ids and masks of all sequences: prompts padded on the left, completions on the right; and their advantages."""
     tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
-    groups, _ = load_groups(Args(), "--dataset", path, "train", (tokenizer, {tokenizer.eos_token_id}, 0), None)
+    tokens, rows = Tokens(tokenizer, {tokenizer.eos_token_id}, 0), map(json.loads, open(path))
+    groups = [encode_group(Args(), tokens, i, *read_row(Args(), row))[0] for i, row in enumerate(rows, 1)]
     examples, pad = [x for group in groups for x in group], torch.nn.utils.rnn.pad_sequence
     prompts, completions = (
         [torch.tensor(getattr(x, key)) for x in examples] for key in ("prompt_ids", "completion_ids")
@@ -175,7 +180,7 @@ def padded_groups(path):
     inputs["completion_mask"] = pad([torch.ones_like(ids) for ids in completions], batch_first=True)
     inputs["prompt_ids"] = pad(prompts, batch_first=True, padding_side="left")
     inputs["prompt_mask"] = pad([torch.ones_like(ids) for ids in prompts], batch_first=True, padding_side="left")
-    return inputs | {"advantages": torch.tensor([x.advantage for x in examples])}
+    return inputs | {"advantages": torch.tensor([A for g in groups for A in group_advantages([x.reward for x in g])])}
 
 
 def completion_logps(model, inputs):
@@ -208,14 +213,13 @@ def test_loss_gradient_norm_and_metrics_of_a_step_by_hand(two_steps, data, flag)
         "grpo/clip_fraction": sum(A > 0 and ratio > 1.15 or A < 0 and ratio < 0.85 for ratio, A in ratios) / count,
         "grpo/kl": sum(math.exp(-x) + x - 1 for x, _ in real) / count,
         "grpo/zero_advantage_groups": 4 / 32,
-        "humanline/clipped_low": sum(x < low for x, _ in real) / count,
-        "humanline/clipped_high": sum(x > high for x, _ in real) / count,
+        "humanline/clipped_low": sum(x < -0.4 for x, _ in real) / count,
+        "humanline/clipped_high": sum(x > 0.3 for x, _ in real) / count,
         "humanline/log_ratio_abs_mean": sum(abs(x) for x, _ in real) / count,
     }
     for key, value in by_hand.items():
         assert logged[flag][key] == pytest.approx(value, rel=1e-6), key
-    assert by_hand["grpo/clip_fraction"] > 0.01
-    assert (by_hand["humanline/clipped_low"] > 0.01) == (flag == "--humanline")
+    assert by_hand["grpo/clip_fraction"] > 0.01 and by_hand["humanline/clipped_low"] > 0.01
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -270,9 +274,9 @@ REAL += ["--max-prompt-length", "128", "--max-length", "256", "--batch-size", "8
 ALL = JOBS | ROUNDS | ({"real": REAL} if SHARED.exists() else {})
 LAYOUTS = (
     (1, ALL, []),
-    (1, JOBS, ["--micro-batch-size", "1", "--pad-to-multiple-of", "8"]),
-    (2, ALL, ["--micro-batch-size", "2", "--no-group-by-length"]),
-    (4, ("pairs", "groups", "sampling"), ["--micro-batch-size", "1", "--pad-to-multiple-of", "8"]),
+    (1, JOBS, ["--micro-batch-size", "1"]),
+    (2, ALL, ["--micro-batch-size", "2"]),
+    (4, ("pairs", "groups", "sampling"), ["--micro-batch-size", "1"]),
 )
 
 
@@ -332,7 +336,10 @@ def test_metrics_of_a_step_describe_its_groups(runs):
 def test_infinite_bounds_and_no_sync_are_the_run_without_humanline(data, runs, tmp_path):
     found, _ = runs
     flags = ["--log-epsilon-P=-inf", "--log-epsilon-R=inf", "--sync", "none", "--dataset", data["groups"]]
-    assert metrics(main(*RUN, *flags, "--output-dir", tmp_path / "run"), True) == found["groups, no humanline"][0]
+    free = metrics(main(*RUN, *flags, "--output-dir", tmp_path / "run"), True)
+    for step, wanted in zip(free, found["groups, no humanline"][0], strict=True):
+        shares = {f"humanline/clipped_{side}": 0 for side in ("low", "high")}  # of the tokens outside of the bounds
+        assert step == wanted | shares
 
 
 def unused(folder) -> list[list[Example]]:
@@ -352,22 +359,22 @@ def test_rounds_keep_all_samples_of_a_group_or_the_best_and_the_worst(runs):
     assert two[0]["humanline/steps_since_sync"] == 0 and two[0]["grpo/kl"] == 0
     assert [len(group) for group in unused(folder / "0" / "round of 8")] == [8, 8]
     group = unused(folder / "0" / "round of 8")[0]
-    assert [x.advantage for x in group] == pytest.approx(group_advantages([x.reward for x in group]))
     assert len({x.row for x in group}) == 1 and len({x.reward for x in group}) > 2
-    assert all([x.advantage for x in pair] == [1, -1] for pair in unused(folder / "0" / "round of 2"))
+    assert [x.reward for x in group] == sorted((x.reward for x in group), reverse=True)
+    assert all(best.reward > worst.reward for best, worst in unused(folder / "0" / "round of 2"))
 
 
 @pytest.mark.parametrize("job", ["groups", "round of 8"])
 def test_a_run_that_is_killed_and_resumed_is_as_if_it_had_not_been(data, runs, tmp_path, monkeypatch, job):
-    """Killed in step 3, after the checkpoint of step 2; online that is in the middle of a round."""
+    """Killed in step 3, after the checkpoint of step 2; online that is in the middle of a round, with an evaluation."""
     found, folder = runs
     run = [*(data.get(flag, flag) for flag in (JOBS | ROUNDS)[job]), "--checkpoint-every", "2"]
     run += ["--output-dir", str(tmp_path / "cut")]
-    monkeypatch.setenv("KILL", "grpo_loss 4")
+    monkeypatch.setenv("KILL", "grpo_loss 4" if job in JOBS else "grpo_loss 5")
     (killed,) = start_ranks(1, [run], "killing_worker.py", "grpo_humanline")
     finish([killed])
     assert killed.exitcode == -9 and len(metrics(tmp_path / "cut")) == 3
-    main("--resume", *run)
+    main("--resume", tmp_path / "cut")
     assert metrics(tmp_path / "cut", True) == found[job][0]
     for file in ("summary.json", "final/model.safetensors"):
         assert (tmp_path / "cut" / file).read_bytes() == (folder / "0" / job / file).read_bytes()
@@ -379,16 +386,16 @@ def test_a_run_that_is_killed_and_resumed_is_as_if_it_had_not_been(data, runs, t
 @pytest.mark.parametrize(
     ("kind", "keys"),
     [
-        ("pairs", {"eval/accuracy", "eval/margin", "eval/reward", "eval/win_rate"}),
-        ("groups", {"eval/accuracy", "eval/margin", "eval/reward", "eval/win_rate"}),
-        ("prompts", {"eval/reward", "eval/win_rate"}),
+        ("pairs", {"eval/loss", "eval/accuracy", "eval/margin"}),
+        ("groups", {"eval/loss", "eval/accuracy", "eval/margin"}),
+        ("prompts", set()),
     ],
 )
 def test_every_format_can_be_evaluated(data, tmp_path, kind, keys):
     run = [*RUN, "--num-steps", "1", "--engine", "hf", "--max-new-tokens", "20", "--eval-samples", "4", "--beta", "0"]
     main(*run, "--dataset", data["pairs"], "--eval-dataset", data[kind], "--output-dir", tmp_path / "run")
     after = json.loads((tmp_path / "run" / "summary.json").read_text())["after"]
-    assert set(after) == keys | {"eval/length", "eval/finished"}
+    assert set(after) == keys | {"eval/reward", "eval/win_rate", "eval/length", "eval/finished"}
     if "eval/margin" in keys:
         assert after["eval/margin"][0] > 0.1
 
@@ -397,7 +404,7 @@ def test_groups_without_any_advantage_give_no_gradient_and_are_counted(data, tmp
     rows = [json.loads(line) | {"scores": [0.5] * 4} for line in open(data["groups"])]
     (tmp_path / "ties.jsonl").write_text(lines(rows))
     main(*RUN, "--num-steps", "2", "--dataset", tmp_path / "ties.jsonl", "--output-dir", tmp_path / "run")
-    assert "32 groups of 4, 32 of them with equal scores, 0 dropped" in capsys.readouterr().out
+    assert re.search("32 groups of 4, 32 .*with equal scores", capsys.readouterr().out)
     first = metrics(tmp_path / "run")[0]
     assert first["loss"] == first["grad_norm"] == 0 and first["grpo/zero_advantage_groups"] == 1
     assert first["rewards/std"] == 0 and "logps/chosen" not in first
@@ -406,7 +413,7 @@ def test_groups_without_any_advantage_give_no_gradient_and_are_counted(data, tmp
 def test_min_avg_logp_drops_groups_by_their_best_completion(data, tmp_path, capsys):
     main(*RUN, "--num-steps", "1", "--dataset", data["groups"], "--min-avg-logp=-1.2", "--output-dir", tmp_path / "run")
     said = capsys.readouterr().out
-    assert "--min-avg-logp -1.2: " in said and "of 32 groups dropped" in said and "-1.2: 0 of" not in said
+    assert "--min-avg-logp -1.2: " in said and "of 32 rows dropped" in said
     assert "log-prob of best under" in said and "log-prob of worst under" in said
 
 
@@ -418,40 +425,47 @@ def row(**changes) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "case",
     [
-        (row(scores=...), "row 1 has no 'scores'; the columns are prompt, completions"),
-        (row() * 4 + row(scores=...), "row 5 has no 'scores'"),
-        (row() * 4 + row(scores=None), "row 5 has no 'scores'"),
-        (row(completions=...), "row 1 has no 'chosen'"),
-        (row() * 4 + row(prompt=...), "row 5 has no 'prompt'"),
-        (row() * 4 + row(scores=[1.0, math.nan]), "row 5: scores must be finite numbers, not nan"),
-        (row(scores=[math.nan, 1.0]), "row 1: scores must be finite numbers, not nan"),
-        (row() * 4 + row(scores=[1.0, math.inf]), "row 5: scores must be finite numbers, not inf"),
-        (row() * 4 + row(scores=[-math.inf, 1.0]), "row 5: scores must be finite numbers, not -inf"),
-        (row() * 4 + row(scores=[1.0, None]), "row 5: scores must be finite numbers, not None"),
-        (row() * 4 + row(scores=[1.0, True]), "row 5: scores must be finite numbers, not True"),
-        (row(scores=[True, False]), "row 1: scores must be finite numbers, not True"),
-        (row(scores=["0.5", "0.1"]), "row 1: scores must be finite numbers, not '0.5'"),
-        (row() * 4 + row(scores=[1.0, "high"]), "row 5: scores must be finite numbers, not 'high'"),
-        (row() * 4 + row(scores=[1.0, [2.0]]), "row 5: scores must be finite numbers, not [2"),
-        (row(scores=0.5), "row 1: completions and scores must be lists of one length"),
-        (row() * 4 + row(scores=[1.0]), "row 5: completions and scores must be lists of one length"),
-        (row(completions="the old cat ."), "row 1: completions and scores must be lists of one length"),
-        (row() * 4 + row(completions=["a", "b", "c"], scores=[1, 2, 3]), "row 5 has 3 completions and row 1 has 2"),
-        (row(completions=["the cat ."], scores=[1]), "row 1 has 1 completions; a group needs at least 2"),
-        (row(completions=[], scores=[]), "row 1 has 0 completions; a group needs at least 2"),
-        (row() * 4 + row(completions=["the cat .", None]), "line 5: content must be a string, not NoneType"),
-        (row() * 4 + row(completions=["the cat .", 5]), "line 5: content must be a string, not int"),
-        (row(completions=["the cat .", " "]), "no group is left to train on; 1 dropped {'empty completion': 1}"),
-        (row(completions=["the cat ."] * 2), "no group is left to train on; 1 dropped {'best and worst completion"),
-        ("", "is empty"),
-        ("[]", "has no rows"),
+        (row(scores=...), "line 1: completions and scores must be lists of one length"),
+        (row() * 4 + row(scores=None), "line 5: completions and scores must be lists of one length"),
+        (row(completions=...), "line 1: completions and scores must be lists of one length"),
+        (row(scores=0.5), "line 1: completions and scores must be lists of one length"),
+        (row() * 4 + row(scores=[1.0]), "line 5: completions and scores must be lists of one length"),
+        (row(completions="the old cat ."), "line 1: completions and scores must be lists of one length"),
+        (
+            row(completions=..., scores=...),
+            "line 1: it needs a prompt with 2 or more completions",
+            "or chosen and rejected",
+        ),
+        (row() * 4 + row(prompt=...), "line 5: it needs a prompt with", "; the columns are completions, scores"),
+        (row() * 4 + row(scores=[1.0, math.nan]), "line 5: scores must be finite numbers, not nan"),
+        (row(scores=[math.nan, 1.0]), "line 1: scores must be finite numbers, not nan"),
+        (row() * 4 + row(scores=[1.0, math.inf]), "line 5: scores must be finite numbers, not inf"),
+        (row() * 4 + row(scores=[-math.inf, 1.0]), "line 5: scores must be finite numbers, not -inf"),
+        (row() * 4 + row(scores=[1.0, None]), "line 5: scores must be finite numbers, not None"),
+        (row() * 4 + row(scores=[1.0, True]), "line 5: scores must be finite numbers, not True"),
+        (row(scores=["0.5", "0.1"]), "line 1: scores must be finite numbers, not '0.5'"),
+        (row() * 4 + row(scores=[1.0, [2.0]]), "line 5: scores must be finite numbers, not [2"),
+        (
+            row() * 4 + row(completions=["a", "b", "c"], scores=[1, 2, 3]),
+            "line 5: not as many completions as in line 1",
+        ),
+        (row(completions=["the cat ."], scores=[1]), "line 1: it needs a prompt with 2 or more completions"),
+        (row(completions=[], scores=[]), "line 1: it needs a prompt with 2 or more completions"),
+        (row() * 4 + row(completions=["the cat .", None]), "line 5: a message must have a role and a content that are"),
+        (row() * 4 + row(completions=["the cat .", 5]), "line 5: a message must have a role and a content that are"),
+        (row(completions=["the cat .", " "]), "0 rows, 1 dropped {'completion empty or ", "; none is left"),
+        (row(completions=["the cat ."] * 2), "0 rows, 1 dropped {'chosen equals rejected': 1}; none is left"),
+        (row(scores=[0.5, 0.5]) * 5, "0 rows are left, and a batch takes 4"),
+        ("", "0 rows, 0 dropped"),
+        ("[]", "0 rows, 0 dropped"),
         (row() + '{"prompt": "about cat", completions}\n', "line 2 is not JSON"),
     ],
 )
-def test_a_data_set_that_cannot_be_trained_on_is_named_with_its_row(tmp_path, capsys, text, said):
-    stopped(tmp_path, capsys, text, [], f"--dataset {tmp_path}/data.jsonl", said)
+def test_a_data_set_that_cannot_be_trained_on_is_named_with_its_row(tmp_path, capsys, case):
+    text, *said = case
+    stopped(tmp_path, capsys, text, [], f"--dataset {tmp_path}/data.jsonl", *said)
 
 
 def stopped(folder, capsys, text, flags, *said):
@@ -459,7 +473,7 @@ def stopped(folder, capsys, text, flags, *said):
     shutil.copytree(TOY / "policy", folder / "model", ignore=lambda *_: ["model.safetensors"])
     (folder / "data.jsonl").write_text(text)
     before = sorted(folder.rglob("*"))
-    run = ["--model", folder / "model", "--dataset", folder / "data.jsonl", "--batch-size", "8", "--eval-samples", "0"]
+    run = ["--model", folder / "model", "--dataset", folder / "data.jsonl", "--batch-size", "8"]
     with pytest.raises(SystemExit) as stop:
         main(*run, *flags, "--output-dir", folder / "run")
     message = capsys.readouterr().err
@@ -475,18 +489,15 @@ JUDGED = ["--online", "--reward-model", str(TOY / "reward_model")]
     ("flags", "said"),
     [
         (["--batch-size", "7"], "--batch-size 7 is not a multiple of 2, the sequences of a group"),
-        (["--batch-size", "12"], "data.jsonl: 5 groups of 2 are less than one --batch-size 12"),
-        (["--group-size", "3"], "line 1: 2 completions; --group-size 3"),
-        (["--group-size", "1"], "--group-size is 1; it must be at least 2"),
+        (["--batch-size", "12"], "data.jsonl: 5 rows are left, and a batch takes 6"),
+        (["--group-size", "3"], "--group-size 3 must be at least 2, and offline 2 or the data's 2"),
+        (["--group-size", "1"], "--group-size 1 must be at least 2"),
         (["--epsilon", "0"], "--epsilon is 0"),
         (["--epsilon", "nan"], "--epsilon is nan"),
         (["--beta", "-1"], "--beta is -1"),
         (["--online"], "--reward-model"),
-        (
-            [*JUDGED, "--group-size", "3"],
-            "--batch-size 8 is not a multiple of 3, the sequences of a group, which stay in one step; make it a",
-        ),
-        ([*JUDGED, "--group-size", "8", "--batch-size", "48"], "5 groups of 8 are less than one --batch-size 48"),
+        ([*JUDGED, "--group-size", "3"], "--batch-size 8 is not a multiple of 3, the sequences of a group"),
+        ([*JUDGED, "--group-size", "8", "--batch-size", "48"], "5 rows are left, and a batch takes 6"),
     ],
 )
 def test_flags_that_cannot_work_are_named(tmp_path, capsys, flags, said):
@@ -530,7 +541,7 @@ def test_a_loss_that_is_not_finite_names_step_and_row_and_the_last_checkpoint_st
     with pytest.raises(SystemExit):
         main(*run, "--checkpoint-every", "1", "--seed", "2", "--output-dir", tmp_path / "run")
     message, done = capsys.readouterr().err, len(metrics(tmp_path / "run"))
-    assert done > 0 and f"step {done}: the loss is nan" in message and "rows of --dataset: [7]." in message
+    assert done > 0 and f"step {done}: loss nan" in message and "look at rows [7] of --dataset" in message
     checkpoints = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert checkpoints == {f"step-{n + 1}" for n in range(done)}
     assert not (tmp_path / "run" / "final").exists()

@@ -9,25 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import tyro
 from conftest import ROOT, SHARED, finish, metrics, run_ranks, start_ranks
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_math_humanline
-from grpo_math_humanline import (
-    Args,
-    Example,
-    format_reward,
-    group_advantages,
-    load_problems,
-    tag_count_reward,
-    validate,
-)
-from utils import grade, start_grader
+from grpo_math_humanline import check_flags, group_advantages, load_groups, parse_args, score, with_answers
+from utils import Example, Tokens, format_reward, grade, start_grader, tag_count_reward
 
 SCRIPT = "grpo_math_humanline"
 TOY = ROOT / "toy" / "shell_game"
+POLICY = TOY / "policy"
 RUN = ["--engine", "hf", "--prompts-per-step", "4", "--group-size", "4", "--num-steps", "5", "--sample-every", "3"]
 RUN += ["--k", "2", "--warmup-fraction", "0", "--eval-samples", "8", "--checkpoint-every", "0", "--lr", "2e-3"]
 RUN += ["--log-epsilon-P", "-0.3", "--log-epsilon-R", "0.2", "--beta", "0.01"]
@@ -43,10 +35,18 @@ def data(tmp_path_factory):
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def grader():
+    pool = start_grader(1)
+    yield pool
+    pool.stop()
+    pool.join()
+
+
 def main(*arguments):
     """The script in this process, where the grading workers start faster; it returns the last argument."""
     try:
-        grpo_math_humanline.main(tyro.cli(Args, args=[str(argument) for argument in arguments]))
+        grpo_math_humanline.main(parse_args([str(argument) for argument in arguments]))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -78,12 +78,24 @@ def test_format_and_tag_count_rewards_by_hand(text, layout, tags):
 
 
 def test_advantages_have_the_sample_standard_deviation_and_a_small_constant():
-    rewards = torch.tensor([[10.0, 2.0, 2.0, 9.75], [2.0, 2.0, 2.0, 2.0]], dtype=torch.float64)
-    mean, deviation = statistics.mean(rewards[0].tolist()), statistics.stdev(rewards[0].tolist())
-    by_hand = [(reward - mean) / (deviation + 1e-4) for reward in rewards[0].tolist()]
-    assert group_advantages(rewards)[0].tolist() == pytest.approx(by_hand, rel=1e-12)
-    assert group_advantages(rewards)[1].tolist() == [0, 0, 0, 0]
-    assert group_advantages(torch.full((1, 3), 0.1, dtype=torch.float64)).tolist() == [[0, 0, 0]]
+    rewards = [10.0, 2.0, 2.0, 9.75]
+    mean, deviation = statistics.mean(rewards), statistics.stdev(rewards)
+    by_hand = [(reward - mean) / (deviation + 1e-4) for reward in rewards]
+    assert group_advantages(rewards) == pytest.approx(by_hand, rel=1e-12)
+    assert group_advantages([2.0] * 4) == [0] * 4 and group_advantages([0.1] * 3) == [0] * 3
+
+
+def test_a_reward_is_eight_of_accuracy_one_of_format_and_one_of_tags(grader):
+    texts = [GOOD, GOOD.replace("4\n</a", "5\n</a"), "4", "", GOOD.replace("\n</answer>", "")]
+    samples = [[Example(7, "", [1], text=text) for text in texts[:3]], [Example(8, "", [1], text=t) for t in texts[3:]]]
+    scored, rewards, stopped = score(grader, {7: "4", 8: "5"}, samples)
+    assert [[x.reward for x in group] for group in scored] == [[10, 2, 8], [0, 0.75]] and stopped == 0
+    assert [[x.text for x in group] for group in scored] == [texts[:3], texts[3:]]
+    assert {name: values.tolist() for name, values in rewards.items()} == {
+        "accuracy": [1, 0, 1, 0, 0],
+        "format": [1, 1, 0, 0, 0],
+        "tag_count": [1, 1, 0, 0, 0.75],
+    }
 
 
 # --- sampling every S steps ----------------------------------------------------------------------------------------
@@ -95,8 +107,7 @@ VARIANTS = {"humanline": [], "offline": ["--no-humanline"], "clip only": ["--syn
 def runs(data, tmp_path_factory):
     """{(variant, ranks, layout): folder}"""
     folder, done = tmp_path_factory.mktemp("runs"), {}
-    layouts = {1: [[], ["--micro-batch-size", "1", "--pad-to-multiple-of", "8"]], 2: [["--micro-batch-size", "2"]]}
-    layouts[4] = [["--no-group-by-length", "--micro-batch-size", "4"]]
+    layouts = {1: [[], ["--micro-batch-size", "1"]], 2: [["--micro-batch-size", "2"]], 4: [["--micro-batch-size", "4"]]}
     for ranks, kinds in layouts.items():
         jobs = {
             (variant, ranks, i): [*RUN, *flags, *kind, "--dataset", data, "--eval-dataset", data, "--output-dir"]
@@ -155,7 +166,7 @@ def test_every_s_draws_the_same_problems_in_the_same_order(data, tmp_path):
 
     def waiting(s, step):
         state = json.loads((tmp_path / s / "checkpoints" / f"step-{step}" / "state.json").read_text())
-        return [Example(*example).row for example in state["pool"]]
+        return [Example(*example).row for group in state["pool"] for example in group]
 
     assert len(waiting("4", 1)) == 3 * 16 and len(set(waiting("4", 1))) == 3 * 4 and waiting("2", 2) == []
     assert waiting("2", 1) == waiting("4", 1)[:16] and waiting("2", 3) == waiting("4", 3)
@@ -167,12 +178,12 @@ def test_log_probs_are_taken_at_the_sampling_temperature(data, tmp_path):
     run += ["--num-steps", "2", "--checkpoint-every", "1", "--output-dir", str(tmp_path / "run")]
     main(*run)
     checkpoint = tmp_path / "run" / "checkpoints" / "step-1"
-    policy, reference = (AutoModelForCausalLM.from_pretrained(TOY / "policy") for _ in range(2))
+    policy, reference = (AutoModelForCausalLM.from_pretrained(POLICY) for _ in range(2))
     dcp.load({"policy": policy.state_dict()}, checkpoint_id=checkpoint)  # in place
     policy, reference = policy.double(), reference.double()
     state = json.loads((checkpoint / "state.json").read_text())
     values = []
-    for example in (Example(*example) for example in state["pool"]):
+    for example in (Example(*example) for group in state["pool"] for example in group):
         ids = torch.tensor([example.prompt_ids + example.completion_ids])
         with torch.no_grad():
             new, old = ((model(ids).logits[0, :-1] / 0.5).log_softmax(-1) for model in (policy, reference))
@@ -195,9 +206,9 @@ def test_completions_that_are_cut_are_counted_and_get_no_end_of_turn(data, tmp_p
     run = [*RUN, "--max-new-tokens", "4", "--checkpoint-every", "1", "--num-steps", "2", "--eval-samples", "0"]
     folder = main(*run, "--dataset", data, "--output-dir", tmp_path / "run")
     state = json.loads((folder / "checkpoints" / "step-1" / "state.json").read_text())
-    examples = [Example(*example) for example in state["pool"]]
+    examples = [Example(*example) for group in state["pool"] for example in group]
     assert len(examples) == 16 and all(len(example.completion_ids) == 4 for example in examples)
-    assert metrics(folder)[0]["rollout/truncated"] == 1 and metrics(folder)[0]["reward/format"] == 0
+    assert metrics(folder)[0]["rollout/finished_mean"] == 0 and metrics(folder)[0]["reward/format"] == 0
 
 
 # --- resume --------------------------------------------------------------------------------------------------------
@@ -218,7 +229,7 @@ def test_killed_between_two_samplings_and_resumed_equals_uninterrupted(whole, da
     (killed,) = start_ranks(1, [run], "killing_worker.py", SCRIPT)
     finish([killed])
     assert killed.exitcode == -9 and len(metrics(tmp_path / "cut")) == {"grpo_loss 2": 1, "score 3": 3}[moment]
-    main(*run, "--resume")
+    main("--resume", tmp_path / "cut")
     assert metrics(tmp_path / "cut", True) == metrics(whole, True)
     weights = "final/model.safetensors"
     assert (tmp_path / "cut" / weights).read_bytes() == (whole / weights).read_bytes()
@@ -240,43 +251,45 @@ def test_rows_that_cannot_train_are_dropped_and_counted(tmp_path, capsys):
     rows += [ROW | {"answer": "\\frac{"}, ROW | {"problem": "2 " * 99}]
     main(*written(tmp_path, *rows), "--max-prompt-length", "40")
     output = capsys.readouterr().out
-    assert "8 problems, 5 dropped" in output and "longer than --max-prompt-length 40': 1" in output
-    assert "'no answer': 2" in output and "'empty problem': 1" in output and "cannot be parsed': 1" in output
+    assert "p.jsonl: 11 rows, 2 dropped {'prompt empty or longer than --max-prompt-length 40': 2}" in output
+    assert "p.jsonl: 8 of them have an answer that can be parsed" in output
 
 
 def test_answers_come_from_a_boxed_solution_numbers_or_parquet(tmp_path, capsys):
     boxed = [{"problem": ROW["problem"], "solution": f"We see \\boxed{{{i}}}, no: $\\boxed{{5}}$."} for i in range(4)]
     main(*written(tmp_path, *boxed, {"problem": "1 45", "solution": "no box: 5"}))
-    assert "4 problems, 1 dropped {'no answer': 1}" in capsys.readouterr().out
-    Dataset.from_list([ROW | {"answer": x} for x in (5.0, 1e-5, 1e20, 0.5, math.nan)]).to_parquet(
-        tmp_path / "p.parquet"
-    )
+    assert "p.jsonl: 4 of them have an answer" in capsys.readouterr().out
+    table = Dataset.from_list([ROW | {"answer": x} for x in (5.0, 1e-5, 1e20, 0.5, math.nan)])
+    table.to_parquet(tmp_path / "p.parquet")
     main(*written(tmp_path, ROW)[:-1], tmp_path / "run2", "--dataset", tmp_path / "p.parquet")
-    assert "4 problems, 1 dropped {'no answer': 1}" in capsys.readouterr().out
+    assert "p.parquet: 4 of them have an answer" in capsys.readouterr().out
 
 
-def test_numbers_are_golds_that_right_answers_equal(tmp_path):
+def test_numbers_are_golds_that_right_answers_equal(tmp_path, grader, one_rank):
     rows = [ROW | {"answer": number} for number in (5.0, 1e-5, 1e20, 3)]
     (tmp_path / "n.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokens, pool = (AutoTokenizer.from_pretrained(TOY / "policy"), {5}, 0), start_grader(1)
-    problems, _ = load_problems(Args(system_prompt=""), "--dataset", str(tmp_path / "n.jsonl"), "", tokens, pool)
-    golds = [problem.gold for problem in problems]
-    assert grade(pool, ["5", "0.00001", "10^{20}", "3"], golds) == ([1, 1, 1, 1], 0)
-    assert grade(pool, ["6", "0.1", "10^{19}", "4"], golds) == ([0, 0, 0, 0], 0)
-    pool.stop()
-    pool.join()
+    file, tokens = ("--dataset", str(tmp_path / "n.jsonl"), ""), Tokens(AutoTokenizer.from_pretrained(POLICY), {5}, 0)
+    groups = load_groups(parse_args([]), *file, tokens, (0,))
+    kept, golds = with_answers(grader, *file, groups)
+    dist.destroy_process_group()
+    assert kept == groups and [group[0].row for group in kept] == list(golds) == [1, 2, 3, 4]
+    golds = list(golds.values())
+    assert grade(grader, ["5", "0.00001", "10^{20}", "3"], golds) == ([1, 1, 1, 1], 0)
+    assert grade(grader, ["6", "0.1", "10^{19}", "4"], golds) == ([0, 0, 0, 0], 0)
 
 
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([ROW, {"answer": "5"}], "line 2: the row has no problem; the columns are "),
-        ([{"problem": "2 45"}], "line 1: the row has no answer or solution; the columns are problem"),
-        ([ROW | {"problem": ["2"]}], "line 1: problem must be a string, not list"),
-        ([ROW | {"answer": [5]}], "line 1: answer must be a string, not list"),
-        ([{"problem": "2 45", "solution": 5}], "line 1: solution must be a string, not int"),
-        ([ROW | {"answer": ""}], "no problem is left to train on; 1 dropped"),
-        ([ROW] * 3, "3 problems are less than one step's --prompts-per-step 4"),
+        ([ROW, {"answer": "5"}], "line 2: it needs a problem; the columns are "),
+        ([{"problem": "2 45"}], "line 1: it has no answer or solution; the columns are problem"),
+        ([ROW | {"problem": [{"role": "user", "content": "2 45"}]}], "line 1: problem must be a string"),
+        ([ROW | {"problem": 5}], "line 1: problem must be a string"),
+        ([ROW | {"answer": [5]}], "line 1: answer and solution must be strings"),
+        ([{"problem": "2 45", "solution": 5}], "line 1: answer and solution must be strings"),
+        ([ROW | {"answer": ""}], "no row has an answer that can be parsed"),
+        ([ROW | {"problem": " "}], "p.jsonl: 0 rows, 1 dropped {'prompt empty"),
+        ([ROW] * 3, "3 rows are left, and a batch takes 4; lower it"),
     ],
 )
 def test_bad_rows_are_named(tmp_path, capsys, rows, said):
@@ -290,20 +303,21 @@ def test_bad_rows_are_named(tmp_path, capsys, rows, said):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"sample_every": 0}, "--sample-every is 0; it must be at least 1"),
-        ({"prompts_per_step": 0}, "--prompts-per-step is 0"),
-        ({"group_size": 1}, "--group-size is 1; it must be at least 2"),
-        ({"temperature": 0.0}, "--temperature is 0.0"),
-        ({"epsilon": float("nan")}, "--epsilon is nan"),
-        ({"accuracy_weight": -1.0}, "--accuracy-weight is -1.0"),
-        ({"grading_time_limit": 0.0}, "--grading-time-limit is 0.0"),
-        ({"micro_batch_size": 5}, "these --micro-batch-size work: [1, 2, 4, 8, 16"),
-        ({"max_length": 100}, "--max-length 100 must be above --max-prompt-length 512"),
+        (["--sample-every", "0"], "--sample-every is 0; it must be at least 1"),
+        (["--prompts-per-step", "0"], "--prompts-per-step is 0"),
+        (["--group-size", "1"], "--group-size is 1; it must be at least 2"),
+        (["--temperature", "0"], "--temperature is 0.0"),
+        (["--epsilon", "nan"], "--epsilon is nan"),
+        (["--beta", "-1"], "--beta is -1.0; it must be a finite number, at least 0"),
+        (["--eval-samples-per-problem", "0"], "--eval-samples-per-problem is 0"),
+        (["--micro-batch-size", "5"], "a batch of 128 is not a multiple of 5, ranks x --micro-batch-size"),
+        (["--max-length", "100"], "--max-length 100 must be above --max-prompt-length 512"),
     ],
 )
 def test_values_out_of_range_name_flag_and_range(capsys, wrong, said):
+    args = parse_args(wrong)
     with pytest.raises(SystemExit):
-        validate(Args(**wrong), world=1)
+        check_flags(args, args.prompts_per_step * args.group_size)
     assert said in capsys.readouterr().err
 
 
@@ -312,44 +326,39 @@ def test_a_loss_that_is_not_finite_names_step_and_rows_and_the_checkpoint_stays(
     with pytest.raises(SystemExit):
         main(*run, "--output-dir", tmp_path / "run")
     message = capsys.readouterr().err
-    assert "error: step 1: the loss is nan" in message and "rows of --dataset: [" in message and "--lr" in message
+    assert "error: step 1: loss nan" in message and "look at rows [" in message and "--lr" in message
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-1"]
     assert len(metrics(tmp_path / "run")) == 1
 
 
-def test_a_folder_with_a_run_is_refused_and_resume_needs_its_settings(whole, data, capsys):
-    run, before = [*RESUMED, data, "--eval-dataset", data, "--output-dir", whole], (whole / "args.json").read_bytes()
-    for more, said in (
-        ([], f"--output-dir {whole} already holds a run"),
-        (["--resume", "--sample-every", 4], "--sample-every was 3, is 4"),
-        (["--resume", "--system-prompt", "Think."], "--system-prompt was , is Think."),
-    ):
-        with pytest.raises(SystemExit):
-            main(*run, *more)
-        assert said in capsys.readouterr().err
+def test_a_folder_with_a_run_is_refused(whole, data, capsys):
+    before = (whole / "args.json").read_bytes()
+    with pytest.raises(SystemExit):
+        main(*RESUMED, data, "--output-dir", whole)
+    assert f"--output-dir {whole} already holds a run" in capsys.readouterr().err
     assert (whole / "args.json").read_bytes() == before
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--dataset", "absent.jsonl"], "--dataset absent.jsonl: no such file"),
-        (["--eval-dataset", "absent.jsonl"], "--eval-dataset absent.jsonl: no such file"),
-        (["--dataset", "empty.jsonl"], "--dataset empty.jsonl is empty"),
+        (["--dataset", "absent.jsonl"], "--dataset absent.jsonl: [Errno 2] No such file"),
+        (["--eval-dataset", "absent.jsonl"], "--eval-dataset absent.jsonl: [Errno 2] No such file"),
+        (["--dataset", "empty.jsonl"], "--dataset empty.jsonl: 0 rows, 0 dropped; none is left"),
         (["--dataset", "broken.jsonl"], "--dataset broken.jsonl, line 2 is not JSON"),
-        (["--dataset", "."], "--dataset . is not a .json"),
-        (["--model", "absent/model/folder"], "--model absent/model/folder: neither a model folder"),
-        (["--chat-template", "absent.jinja"], "--chat-template absent.jinja: no such file"),
-        (["--chat-template", "broken.jinja"], "the chat template cannot render it"),
-        (["--eos-token", "<|absent|>"], "--eos-token '<|absent|>' is not in the vocabulary"),
+        (["--dataset", "."], "--dataset .: neither a .json"),
+        (["--model", "absent/model/folder"], "--model absent/model/folder: "),
+        (["--chat-template", "absent.jinja"], "absent.jinja"),
+        (["--chat-template", "broken.jinja"], "template"),
+        (["--eos-token", "<|absent|>"], "no end-of-turn token '<|absent|>'"),
         (["--k", 0], "--k is 0"),
         (["--lr", "nan"], "--lr is nan"),
         (["--warmup-fraction", 2], "--warmup-fraction is 2.0"),
         (["--log-epsilon-P=0.5"], "--log-epsilon-P is 0.5"),
         (["--log-epsilon-R=-0.5"], "--log-epsilon-R is -0.5"),
-        (["--max-prompt-length", 1, "--max-length", 9], "no problem is left to train on; 64 dropped"),
-        (["--output-dir", "empty.jsonl"], "--output-dir empty.jsonl: empty.jsonl is a file"),
-        (["--output-dir", "absent", "--resume"], "'absent' holds no run to resume"),
+        (["--max-prompt-length", 1, "--max-length", 9], "0 rows, 64 dropped {'prompt empty or longer than --max-prom"),
+        (["--output-dir", "empty.jsonl"], "--output-dir empty.jsonl: empty.jsonl is no folder"),
+        (["--resume", "absent"], "--resume absent: [Errno 2] No such file"),
     ],
 )
 def test_bad_input_is_named_in_one_paragraph_and_nothing_is_written(
@@ -370,13 +379,14 @@ def test_bad_input_is_named_in_one_paragraph_and_nothing_is_written(
 @pytest.mark.skipif(not SHARED.exists(), reason="no real data beside the checkout")
 def test_the_real_math_file_goes_through_and_a_batch_without_any_advantage_is_survived(tmp_path, capsys):
     run = ["--model", str(SHARED / "model-stories260K"), "--eval-dataset", str(SHARED / "math" / "math500_test.jsonl")]
+    run += ["--system-prompt", "", "--lr", "3e-4"]
     run += ["--dataset", str(SHARED / "math" / "prm800k_split_train_sample512.jsonl"), "--max-new-tokens", "48"]
     run += ["--prompts-per-step", "4", "--group-size", "4", "--num-steps", "3", "--sample-every", "2", "--k", "1"]
     run += ["--eval-samples", "6", "--eval-samples-per-problem", "2", "--engine", "hf", "--checkpoint-every", "0"]
     run += ["--temperature", "0.7", "--max-prompt-length", "400", "--max-length", "512", "--warmup-fraction", "0"]
     steps = metrics(main(*run, "--output-dir", tmp_path / "run"))
     output = capsys.readouterr().out
-    assert "problems, " in output and "--eval-dataset" in output and len(steps) == 3
+    assert output.count("of them have an answer that can be parsed") == 2 and len(steps) == 3
     assert steps[0]["reward/accuracy"] == 0 and steps[0]["grpo/zero_advantage_groups"] == 1
     assert steps[0]["loss"] == 0 and steps[0]["grad_norm"] == 0
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()

@@ -70,24 +70,31 @@ def test_a_log_ratio_of_zero_is_a_token_like_any_other():
     assert (log_ratio.grad[0] == -0.5).all() and (log_ratio.grad[1] == 0.5).all()
 
 
-LOW, HIGH, M_P, M_R = -1.5, 1.5, 10.0, 10.0
+LOW, HIGH, M = -1.5, 1.5, 10.0
 
 
-def draws(shape, kappa, seed=0):
+def draws(shape, kappa):
     mask = torch.ones(shape, dtype=torch.float64)
-    keys = [[(seed, row, side) for row in range(shape[0])] for side in (0, 1)]
-    B_P = beta_draws(mask, keys[0], kappa, math.exp(LOW) / M_P)
-    return B_P, beta_draws(mask, keys[1], kappa, math.exp(-HIGH) / M_R)
+    keys = [[(0, row, side) for row in range(shape[0])] for side in (0, 1)]
+    return [beta_draws(mask, key, kappa, math.exp(bound) / M) for key, bound in zip(keys, (LOW, -HIGH))]
+
+
+def kept(log_ratio, B_P, B_R):
+    """1 where a token keeps its gradient, else 0; no token may change its value. A draw of 0 rejects nothing."""
+    log_ratio = log_ratio.clone().requires_grad_()
+    sampled = humanline_sampling(log_ratio, B_P, B_R, M)
+    assert torch.equal(sampled, log_ratio)
+    return torch.autograd.grad(sampled.sum(), log_ratio)[0]
 
 
 def test_humanline_sampling_tends_to_the_accept_set_of_clipping():
     """Theorem 4.3: as κ grows, the kept tokens are those with ε_P <= ratio <= ε_R."""
     log_ratio = torch.linspace(-3, 3, 4001, dtype=torch.float64)[None]
-    wanted = (log_ratio < LOW) | (log_ratio > HIGH)
+    wanted = ((log_ratio >= LOW) & (log_ratio <= HIGH)).double()
     disagreement = []
     for kappa in (1e2, 1e4, 1e6, 1e8):
-        _, low, high = humanline_sampling(log_ratio, *draws(log_ratio.shape, kappa), M_P, M_R)
-        disagreement.append(((low | high) != wanted).double().mean().item())
+        found = kept(log_ratio, *draws(log_ratio.shape, kappa))
+        disagreement.append((found != wanted).double().mean().item())
     assert disagreement == sorted(disagreement, reverse=True)
     assert disagreement[0] > 0.02 and disagreement[-1] < 1e-3
 
@@ -96,26 +103,22 @@ def test_humanline_sampling_tends_to_the_accept_set_of_clipping():
 @pytest.mark.parametrize("log_ratio", [-1.8, -1.2, 0.0, 1.4, 2.0])
 def test_accept_rate_matches_the_beta_distribution(kappa, log_ratio):
     values = torch.full((8, 25000), log_ratio, dtype=torch.float64)
-    _, low, high = humanline_sampling(values, *draws(values.shape, kappa), M_P, M_R)
-    ratio, mean_P, mean_R = math.exp(log_ratio), math.exp(LOW) / M_P, math.exp(-HIGH) / M_R
-    kept_P = beta_distribution.cdf(ratio / M_P, kappa * mean_P, kappa * (1 - mean_P))  # P(M_P B_P <= ratio)
-    kept_R = beta_distribution.cdf(1 / ratio / M_R, kappa * mean_R, kappa * (1 - mean_R))
-    for kept, wanted in ((1 - low.double().mean(), kept_P), (1 - high.double().mean(), kept_R)):
-        assert kept.item() == pytest.approx(wanted, abs=5 * math.sqrt(wanted * (1 - wanted) / 200000) + 1e-9)
-    both = 1 - (low | high).double().mean()
-    assert both.item() == pytest.approx(kept_P * kept_R, abs=0.006)
+    (B_P, B_R), none = draws(values.shape, kappa), torch.zeros_like(values)
+    ratio, mean_P, mean_R = math.exp(log_ratio), math.exp(LOW) / M, math.exp(-HIGH) / M
+    kept_P = beta_distribution.cdf(ratio / M, kappa * mean_P, kappa * (1 - mean_P))  # P(M B_P <= ratio)
+    kept_R = beta_distribution.cdf(1 / ratio / M, kappa * mean_R, kappa * (1 - mean_R))
+    for found, wanted in ((kept(values, B_P, none), kept_P), (kept(values, none, B_R), kept_R)):
+        tolerance = 5 * math.sqrt(wanted * (1 - wanted) / 200000) + 1e-9
+        assert found.mean().item() == pytest.approx(wanted, abs=tolerance)
+    assert kept(values, B_P, B_R).mean().item() == pytest.approx(kept_P * kept_R, abs=0.006)
 
 
 def test_rejected_tokens_keep_their_value_and_lose_their_gradient():
-    log_ratio = torch.tensor([[-3.0, 0.0, 3.0]], dtype=torch.float64, requires_grad=True)
-    kept, low, high = humanline_sampling(log_ratio, *draws((1, 3), 1e8), M_P, M_R)
-    assert (
-        torch.equal(kept, log_ratio)
-        and low.tolist() == [[True, False, False]]
-        and high.tolist() == [[False, False, True]]
-    )
-    kept.sum().backward()
-    assert log_ratio.grad.tolist() == [[0.0, 1.0, 0.0]]
+    log_ratio = torch.tensor([[-3.0, 0.0, 3.0]], dtype=torch.float64)
+    (B_P, B_R), none = draws((1, 3), 1e8), torch.zeros(1, 3)
+    assert kept(log_ratio, B_P, B_R).tolist() == [[0.0, 1.0, 0.0]]
+    assert kept(log_ratio, B_P, none).tolist() == [[0.0, 1.0, 1.0]]
+    assert kept(log_ratio, none, B_R).tolist() == [[1.0, 1.0, 0.0]]
 
 
 def test_draws_depend_on_their_key_alone():

@@ -1,16 +1,20 @@
 """A run killed at any moment and resumed continues as if nothing had happened."""
 
 import json
+import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from conftest import PAIRS, finish, metrics, run_ranks, start_ranks
+from conftest import PAIRS, ROOT, finish, free_port, metrics, run_ranks, start_ranks
 
 STEPS = 14
 RUN = ["--num-steps", str(STEPS), "--k", "3", "--batch-size", "8", "--checkpoint-every", "5", "--eval-samples", "8"]
-RUN += ["--dataset", PAIRS, "--eval-dataset", PAIRS, "--max-new-tokens", "12"]
+RUN += ["--dataset", PAIRS, "--eval-dataset", PAIRS, "--max-new-tokens", "12", "--warmup-fraction", "0.5"]
 
 
 def kill_when(ranks, arguments, moment, worker="worker.py"):
@@ -39,41 +43,83 @@ def uninterrupted(tmp_path_factory):
     return {ranks: folder / str(ranks) for ranks in (1, 2)}
 
 
+def same(folder, whole):
+    assert metrics(folder, without_perf=True) == metrics(whole, without_perf=True)
+    for file in ("summary.json", "final/model.safetensors"):
+        assert (folder / file).read_bytes() == (whole / file).read_bytes(), file
+
+
 @pytest.mark.parametrize(("ranks", "at"), [(1, "before the first step"), (1, 2), (1, 13), (2, 7)])
 def test_killed_and_resumed_equals_uninterrupted(uninterrupted, tmp_path, ranks, at):
-    whole = uninterrupted[ranks]
     folder = tmp_path / "run"
     arguments = [*RUN, "--output-dir", str(folder)]
     started = (folder / "args.json").exists
     kill_when(ranks, arguments, started if at == "before the first step" else lambda: lines(folder) >= at)
-    run_ranks(ranks, [[*arguments, "--resume"]])
-    assert metrics(folder, without_perf=True) == metrics(whole, without_perf=True)
-    assert (folder / "summary.json").read_text() == (whole / "summary.json").read_text()
-    weights = "final/model.safetensors"
-    assert (folder / weights).read_bytes() == (whole / weights).read_bytes()
+    run_ranks(ranks, [["--resume", str(folder)]])
+    same(folder, uninterrupted[ranks])
 
 
-@pytest.mark.parametrize("ranks", [2])
-def test_a_write_that_is_interrupted_leaves_no_checkpoint_that_loads(uninterrupted, tmp_path, ranks):
-    whole = uninterrupted[ranks]
+def test_a_write_that_is_interrupted_leaves_no_checkpoint_that_loads(uninterrupted, tmp_path):
     folder = tmp_path / "run"
     arguments = [*RUN, "--output-dir", str(folder)]
-    torn = folder / "checkpoints" / "step-10.tmp"
-    kill_when(ranks, arguments, lambda: (torn / "__0_0.distcp").exists() or (folder / "checkpoints/step-10").exists())
+    torn = folder / "checkpoints" / "unfinished-step-10"
+    kill_when(2, arguments, lambda: (torn / "__0_0.distcp").exists() or (folder / "checkpoints/step-10").exists())
     assert (folder / "checkpoints" / "step-5" / "state.json").exists()
-    run_ranks(ranks, [[*arguments, "--resume"]])
-    assert metrics(folder, without_perf=True) == metrics(whole, without_perf=True)
+    run_ranks(2, [["--resume", str(folder)]])
+    same(folder, uninterrupted[2])
     assert not torn.exists() and (folder / "checkpoints" / "step-10" / "state.json").exists()
 
 
 def test_a_run_resumes_on_another_number_of_ranks(uninterrupted, tmp_path):
     folder, whole = tmp_path / "run", uninterrupted[1]
     kill_when(2, [*RUN, "--output-dir", str(folder)], lambda: lines(folder) >= 7)
-    run_ranks(1, [[*RUN, "--output-dir", str(folder), "--resume"]])
+    run_ranks(1, [["--resume", str(folder)]])
     for a, b in zip(metrics(whole), metrics(folder), strict=True):
-        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5) and b["grad_norm"] == pytest.approx(
-            a["grad_norm"], rel=1e-5
-        )
+        assert (b["loss"], b["grad_norm"]) == pytest.approx((a["loss"], a["grad_norm"]), rel=1e-5)
+
+
+def test_more_steps_extend_a_finished_run_even_in_a_folder_that_was_moved(uninterrupted, tmp_path):
+    more = ["--num-steps", "18", "--warmup-fraction", "0.389"]  # the 7 steps of warmup that the first run had
+    run_ranks(1, [[*RUN, *more, "--output-dir", str(tmp_path / "whole")]])
+    shutil.copytree(uninterrupted[1], tmp_path / "run")
+    run_ranks(1, [["--resume", str(tmp_path / "run"), *more]])
+    same(tmp_path / "run", tmp_path / "whole")
+
+
+def test_flags_beside_resume_win_and_are_said_and_recorded(uninterrupted, tmp_path):
+    folder = shutil.copytree(uninterrupted[1], tmp_path / "run")
+    output = run_ranks(1, [["--resume", str(folder), "--lr", "1e-4", "--num-steps", "12"]])
+    said = next(line for line in output.splitlines() if line.startswith(f"the settings of {folder}; "))
+    assert said.count("--") == 3 + str(folder).count("--")
+    assert all(f" {flag}" in said for flag in ("--lr 0.0001", "--num-steps 12", f"--resume {folder}"))
+    before, after = (json.loads((f / "args.json").read_text()) for f in (uninterrupted[1], folder))
+    assert after == before | {"lr": 1e-4, "num_steps": 12}
+    assert [step["lr"] for step in metrics(folder)][8:] == [1e-3, 1e-3, 1e-4, 1e-4]
+
+
+@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (1, signal.SIGTERM), (2, signal.SIGINT)])
+def test_a_signal_lets_the_step_finish_and_the_run_goes_on_from_there(uninterrupted, tmp_path, ranks, number):
+    """A process as users start it, and the signal as a terminal sends it: to the whole process group."""
+    folder, launch = tmp_path / "run", ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *([*launch, "--master-port", str(free_port())] if ranks > 1 else [])]
+    command += [ROOT / "dpo_humanline.py", *RUN, "--output-dir", str(folder)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, **pipes) as process:
+        while lines(folder) < 2 and process.poll() is None:
+            time.sleep(0.002)
+        os.killpg(process.pid, number)
+        output, errors = process.communicate(timeout=120)
+    done = lines(folder)
+    launcher = "python" if ranks == 1 else f"torchrun --nproc-per-node {ranks}"
+    go_on = f"{launcher} {ROOT / 'dpo_humanline.py'} --resume {folder}"
+    assert [line for line in output.splitlines() if line.startswith("stopped")] == [
+        f"stopped after {done} steps; to go on: {go_on}"
+    ]
+    assert 2 <= done < STEPS and (folder / "checkpoints" / f"step-{done}" / "state.json").exists()
+    assert 'dpo_humanline.py", line' not in errors  # no traceback but that of torchrun, which ends with its own code
+    assert process.returncode == (128 + number if ranks == 1 else 1)
+    run_ranks(ranks, [["--resume", str(folder)]])
+    same(folder, uninterrupted[ranks])
 
 
 def test_a_checkpoint_holds_reference_moments_and_position(uninterrupted):

@@ -5,9 +5,10 @@ import torch
 from conftest import TOY
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from utils import pad_batch, token_logps
+from utils import Example, pad_batch, token_logps
 
 SEQUENCES = [([1, 2, 3], [4, 5, 6, 7, 5]), ([9, 8], [7]), ([1], [30, 31, 32, 33, 34, 35, 36, 5])]
+EXAMPLES = [Example(row, "", *sequence) for row, sequence in enumerate(SEQUENCES, 1)]
 
 
 def full_logps(model, input_ids, mask, temperature=1.0):
@@ -43,7 +44,7 @@ MODELS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_values_and_gradients_equal_full_log_softmax(name, temperature, chunk_size, dtype, tied_policy):
     model = MODELS[name](tied_policy).to(dtype)
-    input_ids, mask = pad_batch(SEQUENCES, pad_id=0, device="cpu")
+    input_ids, mask = pad_batch(EXAMPLES, 0, "cpu")
     logps = token_logps(model, input_ids, mask, temperature, chunk_size)
     expected = full_logps(model, input_ids, mask, temperature)
     assert logps.dtype == dtype and logps.shape == mask.shape
@@ -58,7 +59,7 @@ def test_values_and_gradients_equal_full_log_softmax(name, temperature, chunk_si
 
 def test_logits_are_fp32_when_the_model_is_bf16():
     model = AutoModelForCausalLM.from_pretrained(TOY / "policy", dtype=torch.bfloat16)
-    input_ids, mask = pad_batch(SEQUENCES, pad_id=0, device="cpu")
+    input_ids, mask = pad_batch(EXAMPLES, 0, "cpu")
     with torch.no_grad():
         hidden = model.model(input_ids).last_hidden_state
         logits = hidden.float() @ model.lm_head.weight.float().T
@@ -71,9 +72,10 @@ def test_logits_are_fp32_when_the_model_is_bf16():
 
 def test_padding_changes_nothing():
     model = AutoModelForCausalLM.from_pretrained(TOY / "policy")
-    narrow, wide = (token_logps(model, *pad_batch(SEQUENCES, 5, "cpu", multiple)) for multiple in (1, 32))
+    longest = Example(4, "", [1] * 24, [5] * 8)
+    narrow, wide = (token_logps(model, *pad_batch([*EXAMPLES, *more], 5, "cpu"))[:3] for more in ([], [longest]))
     torch.testing.assert_close(wide[:, : narrow.shape[1]], narrow, rtol=1e-6, atol=1e-6)
-    assert (wide[:, narrow.shape[1] :] == 0).all()
+    assert wide.shape[1] == 32 and (wide[:, narrow.shape[1] :] == 0).all()
 
 
 def test_the_head_never_sees_prompt_tokens_and_is_restored():
@@ -88,7 +90,7 @@ def test_the_head_never_sees_prompt_tokens_and_is_restored():
     torch.nn.functional.linear = spy
     try:
         with torch.no_grad():
-            token_logps(model, *pad_batch(SEQUENCES, 0, "cpu"), chunk_size=5)
+            token_logps(model, *pad_batch(EXAMPLES, 0, "cpu"), chunk_size=5)
     finally:
         torch.nn.functional.linear = linear
     assert [tuple(size) for size in sizes] == [(5, 64), (5, 64), (4, 64)]  # 14 completion tokens, 5 at a time
@@ -105,4 +107,4 @@ def test_a_model_that_rescales_its_logits_is_refused():
     model = AutoModelForCausalLM.from_pretrained(TOY / "policy")
     model.config.logits_scaling = 8.0
     with pytest.raises(ValueError, match="logits_scaling"):
-        token_logps(model, *pad_batch(SEQUENCES, 0, "cpu"))
+        token_logps(model, *pad_batch(EXAMPLES, 0, "cpu"))

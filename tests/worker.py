@@ -5,10 +5,8 @@ import json
 import os
 import sys
 
-import tyro
-
 if __name__ == "__main__":
     script = importlib.import_module(os.environ["SCRIPT"])
     for port, arguments in zip(json.loads(os.environ["PORTS"]), json.loads(sys.argv[1])):
         os.environ["MASTER_PORT"] = str(port)
-        script.main(tyro.cli(script.Args, args=arguments))
+        script.main(script.parse_args(arguments))
