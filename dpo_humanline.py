@@ -534,8 +534,7 @@ def main(args: Args) -> None:
         utils.write(output_dir / "args.json", json.dumps(asdict(args) | {"resume": ""}, indent=2))
     with blame("evaluation", ValueError):
         before, samples_before = evaluation()  # of θ_0, also on resume
-    start, last_sync, last_round, round_number = 0, 0, 0, 0
-    pool, rollout = [], {}  # groups not yet trained on, and the metrics of their round
+    start, last_sync, last_round, round_number, pool, rollout = 0, 0, 0, 0, [], {}  # pool: groups not yet trained on
     checkpoints = list((output_dir / "checkpoints").glob("step-*"))
     if args.resume and checkpoints:
         newest = max(checkpoints, key=lambda folder: int(folder.name.removeprefix("step-")))
@@ -562,8 +561,10 @@ def main(args: Args) -> None:
             round_number, last_round, run["training"] = round_number + 1, step, False
             with blame(f"round {round_number}", ValueError):
                 samples = sampler.sample(policy, prompts, samples_per_prompt, (args.seed, round_number))
-            made = [to_group([x.to_train(args.max_length) for x in candidates]) for candidates in samples]
-            made = [group for group in made if group]
+            made = []
+            for candidates in samples:
+                if group := to_group([x.to_train(args.max_length) for x in candidates]):
+                    made.append(group)
             if not any(group[0].reward > group[-1].reward for group in made):
                 lower = f"raise --temperature, or lower --reward-threshold {args.reward_threshold} or --lr"
                 fail(f"round {round_number}: no prompt has samples whose rewards differ; {lower}")

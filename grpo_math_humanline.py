@@ -544,8 +544,7 @@ def main(args: Args) -> None:
         utils.write(output_dir / "args.json", json.dumps(asdict(args) | {"resume": ""}, indent=2))
     with blame("evaluation", ValueError):
         before, samples_before = evaluation()  # of θ_0, also on resume
-    start, last_sync, last_round, round_number = 0, 0, 0, 0
-    pool, rollout = [], {}  # groups not yet trained on, and the metrics of their round
+    start, last_sync, last_round, round_number, pool, rollout = 0, 0, 0, 0, [], {}  # pool: groups not yet trained on
     checkpoints = list((output_dir / "checkpoints").glob("step-*"))
     if args.resume and checkpoints:
         newest = max(checkpoints, key=lambda folder: int(folder.name.removeprefix("step-")))

@@ -1,0 +1,93 @@
+"""Whose settings a run has, what its first line says, and that an edit of a loss shows wherever it is reported."""
+
+import importlib
+import json
+import re
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import PAIRS, ROOT, SCRIPTS, TOY
+
+PAPER = {  # Tables 1 to 3, offline + humanline
+    "dpo_humanline": {"lr": 5e-6, "beta": 0.1, "k": 1, "batch_size": 32, "adam_eps": 1e-5, "max_grad_norm": 1.0},
+    "kto_humanline": {"lr": 5e-6, "beta": 0.25, "lambda_D": 1.1, "lambda_U": 1.0, "k": 1, "max_grad_norm": 4.0},
+    "grpo_humanline": {"lr": 5e-6, "beta": 0.01, "epsilon": 0.15, "k": 1, "batch_size": 64, "max_grad_norm": 1.0},
+    "grpo_math_humanline": {"lr": 1e-6, "prompts_per_step": 32, "group_size": 8, "sample_every": 64, "adam_eps": 1e-8},
+}
+COMMON = {
+    "log_epsilon_P": -1.5,
+    "log_epsilon_R": 1.5,
+    "temperature": 0.7,
+    "warmup_fraction": 0.1,
+    "max_new_tokens": 2048,
+}
+
+
+@pytest.fixture(params=PAPER)
+def script(request):
+    return importlib.import_module(request.param)
+
+
+def test_a_model_of_ones_own_gets_the_papers_settings_and_the_first_line_says_so(script, capsys):
+    args = asdict(script.parse_args(["--model", "mine", "--dataset", "data.jsonl", "--seed", "3"]))
+    assert args.items() >= (PAPER[script.__name__] | COMMON).items() and args["eval_dataset"] == ""
+    assert capsys.readouterr().out == "the paper's settings; --dataset data.jsonl --seed 3 --model mine\n"
+
+
+@pytest.mark.parametrize("flags", [[], ["--dataset", "data.jsonl"]], ids=["nothing", "data"])
+def test_without_a_model_the_toys_settings_apply_whatever_the_data(script, capsys, flags):
+    args = asdict(script.parse_args(["--k", "5", *flags]))
+    assert args.items() >= (script.TOY | {"k": 5} | ({"dataset": "data.jsonl"} if flags else {})).items()
+    assert "the embedded toy and its settings" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_online_toy_rounds_take_the_toys_prompts(name):
+    script = importlib.import_module(name)
+    assert script.parse_args(["--online"]).dataset.endswith("prompts_train.jsonl.gz")
+
+
+def test_help_shows_the_defaults_that_would_apply(script, capsys):
+    for flags, lr in (([], script.TOY["lr"]), (["--model", "mine"], PAPER[script.__name__]["lr"])):
+        with pytest.raises(SystemExit):
+            script.parse_args([*flags, "--help"])
+        told = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
+        assert f"(default: {lr})" in told.split("--lr FLOAT ")[1].split(" --")[0]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_edited_loss_is_the_loss_that_is_trained_and_evaluated(name, tmp_path, monkeypatch):
+    """The function of the loss is replaced, as its user would edit it; every loss that is reported follows."""
+    script, function = importlib.import_module(name), f"{name.split('_')[0]}_loss"
+    original = getattr(script, function)
+
+    def edited(*arguments):
+        loss, *rest = original(*arguments)
+        return 7 + 0 * loss, *rest
+
+    monkeypatch.setattr(script, function, edited)
+    run = ["--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "0", "--num-steps", "1", "--batch-size", "8"]
+    run += ["--model", str(TOY / "policy"), "--checkpoint-every", "0", "--eval-every", "1"]
+    try:
+        script.main(script.parse_args([*run, "--output-dir", str(tmp_path / "run")]))
+    finally:
+        dist.destroy_process_group() if dist.is_initialized() else None
+    summary, line = (tmp_path / "run" / "summary.json").read_text(), (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert json.loads(line)["loss"] == json.loads(line)["eval/loss"] == pytest.approx(7)
+    assert [json.loads(summary)[when]["eval/loss"] for when in ("before", "after")] == [[7, 0], [7, 0]]
+
+
+def test_ipo_is_an_edit_of_one_line(tmp_path):
+    """The README's example of an edit: the line of the loss, found in the file and replaced."""
+    text = (ROOT / "dpo_humanline.py").read_text()
+    line = "    return -torch.nn.functional.logsigmoid(chosen - rejected), rewards.detach()\n"
+    assert text.count(line) == 1
+    ipo = "    return ((chosen - rejected) / beta - 1 / (2 * beta)) ** 2, rewards.detach()\n"
+    scope = {"torch": torch}
+    start, end = text.index("def dpo_loss"), text.index("# --- shared: humanline\n")
+    exec(compile(text[start:end].replace(line, ipo), "dpo_loss", "exec"), scope)
+    log_ratio, mask = torch.tensor([[0.5, 0.25], [-0.25, 1.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    loss, _ = scope["dpo_loss"](log_ratio, mask, 0.1)
+    assert loss.item() == pytest.approx((0.75 + 0.25 - 5) ** 2)
