@@ -180,7 +180,8 @@ def sync_reference(reference, policy) -> None:
 def fail(message: str):
     """Ends the run with exit code 1. Every rank meets the same error, and rank 0 prints it."""
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(30)  # torchrun ends it once rank 0 is gone; one that failed alone speaks up
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends it
+        time.sleep(30)
     print(f"error: {message}", file=sys.stderr, flush=True)
     if dist.is_initialized() and dist.get_backend() == "gloo":  # its threads could abort the interpreter's exit
         dist.destroy_process_group()
@@ -189,7 +190,7 @@ def fail(message: str):
 
 @contextmanager
 def blame(place: str, kind: type = Exception):
-    """Inside it, an exception ends the run with one line that names the place: a flag, a file, a line of it."""
+    """Inside it, an exception ends the run with one line that names the place."""
     try:
         yield
     except kind as error:
@@ -333,7 +334,7 @@ def load_sharded(args, config, dtype: torch.dtype, compute_dtype: torch.dtype, d
         fully_shard(module, **shard)
     fully_shard(model, **shard)
     for module in [m for m in model.modules() if isinstance(m, FSDPModule)]:
-        module.set_gradient_divide_factor(1.0)  # gradients are summed over the ranks: the loss is normalised globally
+        module.set_gradient_divide_factor(1.0)  # sums over ranks: the loss is normalised globally
         module.set_force_sum_reduction_for_comms(True)
     return model
 
@@ -357,7 +358,7 @@ def save_checkpoint(folder: Path, policy, reference, optimizer, state: dict) -> 
 
 
 def load_checkpoint(folder: Path, policy, reference, optimizer) -> dict:
-    """Restores what save_checkpoint wrote, on any number of ranks, and returns its `state`."""
+    """Restores what save_checkpoint wrote, on any number of ranks; returns its `state`."""
     saved = training_state(policy, reference, optimizer)
     dcp.load(saved, checkpoint_id=folder)
     weights, moments = saved["policy"], saved["optimizer"]
@@ -455,8 +456,8 @@ def check_flags(args, batch_size: int) -> None:
 
 
 def catch_signals(run: dict) -> None:
-    """SIGINT and SIGTERM end the run at once; but while it trains, the first is only kept in run["signal"], and the run
-    ends after the step and its checkpoint."""
+    """SIGINT and SIGTERM end the run at once; but while it trains, the first only sets run["signal"], and the run ends
+    after the step and its checkpoint."""
 
     def handler(number, _):
         if run["training"] and not run["signal"]:

@@ -504,7 +504,7 @@ class Sampler:
             try:
                 ids, logps = generate(self.engine, [x.prompt_ids for x in repeated], seed=seed, progress=bar, **limits)
             except RuntimeError as error:
-                if "probability tensor" not in str(error):
+                if not re.search("probability tensor|device-side assert", str(error)):
                     raise
                 raise ValueError("the policy's probabilities are not finite; look at --model, or lower --lr") from error
         if not isinstance(self.engine, torch.nn.Module) and self.device.type == "cuda":
