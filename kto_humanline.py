@@ -1,19 +1,17 @@
 """Humanline KTO: alignment from single good and bad completions, against a reference one step behind the policy.
 
-The paper is "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207); KTO is its equation 7. Two lines make
-the humanline variant: `grep -n "# humanline [cs]" kto_humanline.py` shows them.
+"Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207), equation 7, and the two lines that make it
+humanline: `grep -n "# humanline [cs]" kto_humanline.py`. docs/kto.md says where it differs from the paper, and why.
 
-    python kto_humanline.py                                   # one process, the embedded toy, a minute
-    torchrun --nproc-per-node 4 kto_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset ...  # see docs
+    python kto_humanline.py                         # one process, the embedded toy, a minute
+    torchrun --nproc-per-node 4 kto_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset ...
 
-Differs from the paper in: z_0 is one value for the whole global batch, from completions to other prompts; one gradient
-norm; explicit masks (docs/kto.md). Blocks marked "shared" are the same in all four scripts.
-
-Shapes: B sequences, T tokens. Log-probabilities are in nats.
+Blocks marked "shared" are the same in all four scripts. B sequences, T tokens; log-probabilities are in nats.
 """
 
 # --- shared: imports
 import gzip
+import hashlib
 import json
 import math
 import os
@@ -38,6 +36,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as dcp_state
 import transformers
 import tyro
+from filelock import FileLock
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from tqdm import trange
@@ -50,14 +49,14 @@ import utils
 # === Args ===
 
 # --- shared: ranges
-Positive = Annotated[float, "a finite number above 0", lambda v: 0 < v < math.inf]
-NonNegative = Annotated[float, "a finite number, at least 0", lambda v: 0 <= v < math.inf]
+Positive = Annotated[float, "finite and above 0", lambda v: 0 < v < math.inf]
+NonNegative = Annotated[float, "finite and at least 0", lambda v: 0 <= v < math.inf]
 Share = Annotated[float, "from 0 to 1", lambda v: 0 <= v <= 1]
 PositiveShare = Annotated[float, "above 0 and at most 1", lambda v: 0 < v <= 1]
 Count = Annotated[int, "at least 1", lambda v: v >= 1]
 CountOr0 = Annotated[int, "at least 0", lambda v: v >= 0]
 AtLeast2 = Annotated[int, "at least 2", lambda v: v >= 2]
-Above0 = Annotated[float, "above 0, such as 1.5", lambda v: v > 0]
+Above0 = Annotated[float, "above 0", lambda v: v > 0]
 Below0 = Annotated[float, "below 0, such as -1.5", lambda v: v < 0]
 # --- end shared: ranges
 
@@ -67,67 +66,67 @@ class Args:
     # data
     dataset: str = ""  # examples, or pairs to split: file or Hub name; formats in docs/kto.md
     eval_dataset: str = ""  # held-out data in the same formats, or prompts; empty: none
-    max_prompt_length: Count = 625  # tokens; rows with a longer prompt are dropped (the authors: 625)
-    max_length: Count = 1250  # tokens of prompt and completion; one cut here has no end of turn (the authors: 1250)
+    max_prompt_length: Count = 625  # tokens; rows with a longer prompt are dropped (the authors')
+    max_length: Count = 1250  # tokens of prompt and completion; one cut here has no end of turn (the authors')
     min_avg_logp: float = -math.inf  # nats per token; drop examples that are below it at first (Figure 6)
     # optimization
     num_steps: Count = 312  # optimizer steps (Table 1: 20K examples, once)
-    batch_size: Count = 64  # examples per optimizer step, over all ranks; a pair is two (Table 1: 64)
+    batch_size: Count = 64  # examples per optimizer step, over all ranks; a pair is two (Table 1)
     micro_batch_size: CountOr0 = 0  # examples per pass of one rank; 0: batch_size / ranks, no accumulation
-    lr: Positive = 5e-6  # AdamW learning rate (Table 3: 5e-6, online 2.5e-6)
-    weight_decay: NonNegative = 1e-2  # AdamW weight decay (Table 1: 1e-2)
-    adam_eps: Positive = 1e-5  # AdamW epsilon (Table 1: 1e-5)
-    max_grad_norm: Positive = 4.0  # global gradient norm (Table 3: 4.0, online 0.1; --no-humanline 1.0, 0.5)
+    lr: Positive = 5e-6  # AdamW's learning rate (Table 3; online 2.5e-6)
+    weight_decay: NonNegative = 1e-2  # of AdamW (Table 1)
+    adam_eps: Positive = 1e-5  # AdamW's ε (Table 1)
+    max_grad_norm: Positive = 4.0  # global gradient norm (Table 3; online 0.1; --no-humanline 1.0, 0.5)
     # algorithm
-    beta: Positive = 0.25  # KTO's β (Table 3: 0.25)
-    lambda_D: Positive = 1.1  # weight of desirable examples (Table 3: 1.1)
-    lambda_U: Positive = 1.0  # weight of undesirable examples (Table 3: 1)
-    k: Count = 1  # optimizer steps between syncs of the reference (Table 1: 1)
+    beta: Positive = 0.25  # KTO's β (Table 3)
+    lambda_D: Positive = 1.1  # weight of desirable examples (Table 3)
+    lambda_U: Positive = 1.0  # weight of undesirable examples (Table 3)
+    k: Count = 1  # optimizer steps between syncs of the reference (Table 1)
     # --- shared: flags
     # humanline
-    humanline: bool = True  # clipping and syncing; --no-humanline: neither, whatever --clip and --sync say
-    log_epsilon_P: Below0 = -1.5  # lower bound of a token's log π_θ/π_ref, nats (Tables 1, 2: -1.5)
-    log_epsilon_R: Above0 = 1.5  # upper bound of a token's log π_θ/π_ref, nats (Tables 1, 2: 1.5)
+    humanline: bool = True  # --no-humanline: neither clipping nor syncing
+    log_epsilon_P: Below0 = -1.5  # lower bound of a token's log π_θ/π_ref, nats (Tables 1, 2)
+    log_epsilon_R: Above0 = 1.5  # upper bound of a token's log π_θ/π_ref, nats (Tables 1, 2)
     clip: Literal["clip", "sample", "none"] = "clip"  # sample: humanline sampling (Definition 4.2) instead
     sync: Literal["before_step", "after_step", "none"] = "before_step"  # after_step: trust region (Figure 10)
-    kappa: Positive = 100.0  # concentration of the Beta draws of eq. 5; κ → ∞ is clipping (Theorem 4.3)
-    M: Positive = 10.0  # of eq. 5, bound on both ratios, above exp(log_epsilon_P) and exp(-log_epsilon_R)
+    kappa: Positive = 100.0  # κ of eq. 5's Beta draws; κ → ∞ is clipping (Theorem 4.3)
+    M: Positive = 10.0  # M of eq. 5, above exp(log_epsilon_P) and exp(-log_epsilon_R)
     # experiment
-    seed: CountOr0 = 1  # seed of the data order, of humanline sampling and of generation
-    output_dir: str = ""  # metrics.jsonl, checkpoints/, final/, summary.json; default runs/<script>__<seed>__<time>
-    resume: str = ""  # folder of a run, which goes on with its own flags; flags beside this one win
-    checkpoint_every: CountOr0 = 100  # optimizer steps between checkpoints; 0: never
-    eval_every: CountOr0 = 0  # optimizer steps between evaluations; 0: only before and after training
-    eval_samples: CountOr0 = 256  # held-out prompts sampled for each evaluation; 0: none
-    warmup_fraction: Share = 0.1  # share of the steps in which lr rises linearly, then stays (Tables 1, 2: 0.1)
-    track: bool = False  # log to Weights & Biases too (pip install wandb; WANDB_PROJECT, WANDB_ENTITY)
+    seed: CountOr0 = 1  # of the data order, of humanline sampling and of generation
+    output_dir: str = ""  # metrics, checkpoints, final/, summary; default runs/<script>__<seed>__<time>
+    resume: str = ""  # folder of a run, which goes on with its flags; flags beside this one win
+    checkpoint_every: CountOr0 = 100  # steps between checkpoints; 0: never
+    eval_every: CountOr0 = 0  # steps between evaluations; 0: only before and after training
+    eval_samples: CountOr0 = 256  # held-out prompts sampled in an evaluation; 0: none
+    warmup_fraction: Share = 0.1  # share of the steps with a rising lr (Tables 1, 2)
+    track: bool = False  # log to Weights & Biases too
     # model, data
-    model: str = ""  # initial policy and reference: folder or Hub name; empty: the embedded toy and its settings
-    chat_template: str = ""  # file with a Jinja chat template, in place of the tokenizer's
-    eos_token: str = ""  # end-of-turn token, in place of the tokenizer's
+    model: str = ""  # initial policy: folder or Hub name; empty: the toy and its settings
+    chat_template: str = ""  # Jinja file, in place of the tokenizer's
+    eos_token: str = ""  # in place of the tokenizer's
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # compute; auto: bfloat16 on CUDA, float64 on CPU
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    gradient_checkpointing: bool = False  # less memory, more time
     trust_remote_code: bool = False  # run Python code that comes with a model
     dataset_split: str = "train"  # split of a Hub --dataset, such as train[:10000]
     eval_split: str = "test"  # split of a Hub --eval-dataset
     # sampling
-    max_new_tokens: Count = 2048  # tokens per sampled completion (Tables 1 and 2: 2048)
+    max_new_tokens: Count = 2048  # tokens per sample (Tables 1, 2)
     engine: Literal["auto", "vllm", "hf"] = "auto"  # what samples; auto: vLLM where installed
     vllm_memory: PositiveShare = 0.3  # share of each GPU's memory for vLLM
-    generation_batch_size: Count = 32  # sequences per batch of transformers' generate, on one rank
+    generation_batch_size: Count = 32  # sequences per batch of transformers' generate
     # --- end shared: flags
     # --- shared: rounds
-    temperature: NonNegative = 0.7  # sampling temperature (Table 1: 0.7)
-    top_p: PositiveShare = 0.95  # probability mass of nucleus sampling (Table 1: 0.95)
-    online: bool = False  # rounds of samples from the policy (Algorithm 1); --dataset gives prompts only
-    reward_model: str = ""  # classifier with one output that scores samples; empty: none
-    round_prompts: Count = 1024  # prompts per round (Table 1: 1024)
-    samples_per_prompt: AtLeast2 = 8  # best and worst make a pair (Table 1: 8)
-    reward_threshold: NonNegative = 0.01  # τ; a pair needs at least this difference of rewards (Table 1: 0.01)
+    temperature: NonNegative = 0.7  # of sampling (Table 1)
+    top_p: PositiveShare = 0.95  # probability mass of nucleus sampling (Table 1)
+    online: bool = False  # rounds of samples (Algorithm 1); --dataset gives prompts
+    reward_model: str = ""  # classifier with one output, to score samples
+    round_prompts: Count = 1024  # prompts per round (Table 1)
+    samples_per_prompt: AtLeast2 = 8  # best and worst make a pair (Table 1)
+    reward_threshold: NonNegative = 0.01  # τ, the least difference of rewards in a pair (Table 1)
     # --- end shared: rounds
 
 
-# What the embedded toy of 0.1 million parameters needs instead of the paper's settings: larger steps, online less so.
+# What the embedded toy needs instead of the paper's settings.
 FOLDER = Path(__file__).resolve().parent / "toy" / "tales"
 TOY = dict(model=f"{FOLDER}/policy", reward_model=f"{FOLDER}/reward_model", generation_batch_size=256)
 TOY |= dict(dataset=f"{FOLDER}/preferences_train.jsonl.gz", eval_dataset=f"{FOLDER}/preferences_test.jsonl.gz")
@@ -176,15 +175,14 @@ def humanline_sampling(log_ratio, B_P, B_R, M: float):
 
 
 def beta_draws(mask, keys: list[tuple], kappa: float, mean: float):
-    """Draws of Beta(κ·mean, κ·(1 - mean)) as in Theorem 4.3, (B, T). Row i is seeded by keys[i] alone, so a token's
-    draw does not depend on the rank or the microbatch it falls into."""
+    """Draws of Beta(κ·mean, κ·(1 - mean)) as in Theorem 4.3, (B, T): row i's depend on keys[i] alone."""
     draws = [np.random.default_rng(key).beta(kappa * mean, kappa * (1 - mean), mask.shape[1]) for key in keys]
     return torch.as_tensor(np.stack(draws), dtype=mask.dtype, device=mask.device)
 
 
 @torch.no_grad()
 def sync_reference(reference, policy) -> None:
-    """π_ref ← π_θ, local shard to local shard: no gather, no communication."""
+    """π_ref ← π_θ, local shard to local shard, without communication."""
     torch._foreach_copy_([p.to_local() for p in reference.parameters()], [p.to_local() for p in policy.parameters()])
 
 
@@ -195,7 +193,7 @@ def sync_reference(reference, policy) -> None:
 
 # --- shared: data
 def fail(message: str):
-    """Ends the run with exit code 1. Every rank meets the same error, and rank 0 prints it."""
+    """Ends the run with exit code 1. Every rank comes here, and rank 0 prints."""
     if os.environ.get("RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends it
         time.sleep(30)
@@ -235,11 +233,12 @@ def load_rows(flag: str, name: str, split: str) -> dict[int, dict]:
     return rows
 
 
-def load_groups(args, flag: str, name: str, split: str, tokens: utils.Tokens, sizes) -> list[tuple]:
-    """A group is the examples of one row, such as (chosen, rejected), or (prompt,) without completions. `sizes`: the
-    numbers of completions to accept. Rows that cannot train are dropped and counted."""
-    groups, dropped = [], Counter()
-    for number, row in load_rows(flag, name, split).items():
+def load_groups(args, flag: str, name: str, split: str, tokens, sizes, hashes: dict) -> list[tuple]:
+    """A group is the examples of one row, such as (chosen, rejected), or (prompt,). `sizes`: the numbers of completions
+    to accept. Rows that cannot train are dropped and counted. `hashes` gets that of the data."""
+    groups, notes, rows = [], Counter(), load_rows(flag, name, split)
+    hashes[name] = hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()
+    for number, row in rows.items():
         with blame(f"{flag} {name}, line {number}"):
             if not isinstance(row, dict):
                 raise ValueError("it is not an object")
@@ -247,13 +246,11 @@ def load_groups(args, flag: str, name: str, split: str, tokens: utils.Tokens, si
             completions = completions if any(sizes) else []
             unread = any(sizes) and not completions and {"chosen", "rejected", "completion", "completions"} & row.keys()
             if prompt is None or unread or len(completions) not in sizes or len(completions) not in (0, len(rewards)):
-                raise ValueError(f"{WANTED}; the columns are {', '.join(row)}")
-            group, problem = utils.encode_group(args, tokens, number, prompt, completions, rewards)
-        if problem:
-            dropped[problem] += 1
-        else:
-            groups.append(group)
-    told = f"{flag} {name}: {len(groups)} rows, {dropped.total()} dropped{f' {dict(dropped)}' if dropped else ''}"
+                raise ValueError(f"{WANTED}{utils.hint(row)}; the columns are {', '.join(row)}")
+            group, note = utils.encode_group(args, tokens, number, prompt, completions, rewards)
+        notes[note] += bool(note)
+        groups += [group] if group else []
+    told = f"{flag} {name}: {len(groups)} rows, {len(rows) - len(groups)} dropped {dict(+notes) or ''}"
     if not groups:
         fail(f"{told}; none is left")
     if odd := [group[0].row for group in groups if len(group) != len(groups[0])]:
@@ -275,8 +272,8 @@ def draw(rows: list, number: int, size: int, seed: int) -> list:
 
 # --- shared: preferences
 def split_conversations(row: dict) -> tuple:
-    """Prompt, chosen and rejected of a row. The messages that conversations share at their beginning are the prompt; a
-    `prompt` column repeats them, or comes before them."""
+    """Prompt, chosen and rejected. Messages that both conversations begin with are the prompt; a `prompt` column
+    repeats them, or comes before them."""
     prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
     if isinstance(chosen, list) and isinstance(rejected, list):
         turns = min(len(chosen), len(rejected)) - 1
@@ -327,9 +324,6 @@ def mismatched(examples: list[utils.Example]) -> list[utils.Example]:
     return found
 
 
-# === Models and checkpoints ===
-
-
 # --- shared: models
 def setup() -> tuple[int, int, torch.device]:
     """Rank, world size and device, under torchrun or as a single process."""
@@ -348,24 +342,25 @@ def setup() -> tuple[int, int, torch.device]:
 
 
 def load_config(args):
-    """The model's configuration, with dropout off in policy and reference, and its dtype."""
+    """The model's configuration, with dropout off in policy and reference, its dtype, its tokens."""
     with blame(f"--model {args.model}"):
         config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+        tokens = utils.load_tokens(args, config)
     for part in (config, config.get_text_config()):
         for key, value in part.to_dict().items():
             if "drop" in key and isinstance(value, float):
                 setattr(part, key, 0.0)
-    return config, config.dtype or torch.float32
+    return config, config.dtype or torch.float32, tokens
 
 
-def load_sharded(args, config, dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device):
+def load_sharded(args, config, dtype: torch.dtype, compute_dtype: torch.dtype, device):
     """The causal LM with parameters in `dtype`, sharded with FSDP2: each decoder block, then what is left, the root."""
     load = {"config": config, "dtype": dtype, "trust_remote_code": args.trust_remote_code}
     with blame(f"--model {args.model}"):
-        model = AutoModelForCausalLM.from_pretrained(args.model, **load)
+        model = utils.load_whole(AutoModelForCausalLM, args.model, **load)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     mixed = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.promote_types(compute_dtype, torch.float32))
-    # The root is resharded too: left gathered by a no-grad forward, it would not see the sync that follows.
+    # The root too: left gathered by a no-grad forward, it would not see the next sync.
     shard = {"mesh": mesh, "mp_policy": mixed, "reshard_after_forward": True}
     for module in [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]:
         fully_shard(module, **shard)
@@ -381,30 +376,59 @@ def training_state(policy, reference, optimizer) -> dict:
     return {"policy": weights, "optimizer": moments, "reference": dcp_state.get_model_state_dict(reference)}
 
 
+@blame("a checkpoint was not written; those before it stay", BaseException)
 def save_checkpoint(folder: Path, policy, reference, optimizer, state: dict) -> None:
-    """Writes policy, reference, Adam moments and `state`; the folder gets its name once it is whole."""
+    """Writes policy, reference, Adam moments and `state` with the files' sizes; named once it is whole."""
     unfinished = folder.with_name(f"unfinished-{folder.name}")
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
     dist.barrier()
     dcp.save(training_state(policy, reference, optimizer), checkpoint_id=unfinished)
     if dist.get_rank() == 0:
-        (unfinished / "state.json").write_text(json.dumps(state))
+        sizes = {path.name: path.stat().st_size for path in unfinished.iterdir()}
+        (unfinished / "state.json").write_text(json.dumps(state | {"sizes": sizes}))
         unfinished.rename(folder)
     dist.barrier()
 
 
-def load_checkpoint(folder: Path, policy, reference, optimizer) -> dict:
-    """Restores what save_checkpoint wrote, on any number of ranks; returns its `state`."""
+def open_folder(args, hashes: dict) -> tuple:
+    """The run's folder, locked against other processes, and its newest whole checkpoint with its state, if any."""
+    folder = [Path(args.resume or args.output_dir or f"runs/{Path(__file__).stem}__{args.seed}__{int(time.time())}")]
+    lock = FileLock(folder[0] / ".lock", timeout=0)
+    with blame(f"--output-dir {folder[0]} (does another process use it?)"):
+        if dist.get_rank() == 0:
+            (folder[0] / "checkpoints").mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        dist.broadcast_object_list(folder)  # one clock, one lock
+    folder = folder[0]
+    found = {int(path.name[5:]): path for path in folder.glob("checkpoints/step-*") if path.name[5:].isdigit()}
+    for checkpoint in [found[step] for step in sorted(found, reverse=True)]:
+        try:
+            state = json.loads((checkpoint / "state.json").read_text())
+            if cut := [name for name, size in state["sizes"].items() if (checkpoint / name).stat().st_size != size]:
+                raise ValueError(f"{', '.join(cut)} cut")
+        except Exception as error:
+            if dist.get_rank() == 0:
+                print(f"skipped {checkpoint}: {error!r}")
+            continue
+        if changed := [name for name in hashes if state["hashes"].get(name, hashes[name]) != hashes[name]]:
+            fail(f"--resume {folder}: {changed[0]} has changed since the run began; bring it back")
+        return folder, lock, checkpoint, state
+    if found:
+        fail(f"--resume {folder}: no checkpoint is whole; remove them to begin anew")
+    return folder, lock, None, {}
+
+
+def load_checkpoint(folder: Path, policy, reference, optimizer) -> None:
+    """Restores what save_checkpoint wrote, on any number of ranks."""
     saved = training_state(policy, reference, optimizer)
     dcp.load(saved, checkpoint_id=folder)
-    weights, moments = saved["policy"], saved["optimizer"]
-    dcp_state.set_state_dict(policy, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    dcp_state.set_state_dict(policy, optimizer, model_state_dict=saved["policy"], optim_state_dict=saved["optimizer"])
     dcp_state.set_model_state_dict(reference, saved["reference"])
-    return json.loads((folder / "state.json").read_text())
 
 
-def export(folder: Path, policy, tokens: utils.Tokens, dtype: torch.dtype, card: str) -> None:
+@blame("final/ was not written; the checkpoints stay")
+def export(folder: Path, policy, tokens: utils.Tokens, dtype: torch.dtype) -> None:
     """Writes an ordinary Hugging Face folder."""
     policy.to(dtype)
     full = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -414,14 +438,12 @@ def export(folder: Path, policy, tokens: utils.Tokens, dtype: torch.dtype, card:
         policy.generation_config = GenerationConfig(bos_token_id=tokens.tokenizer.bos_token_id, **ends)
         policy.save_pretrained(folder, state_dict=weights)
         tokens.tokenizer.save_pretrained(folder)
-        (folder / "README.md").write_text(card)
 
 
 # --- end shared: models
 
-# === evaluate ===
 
-
+@blame("evaluation", ValueError)
 def evaluate(args: Args, policy, sampler, held_out: list[tuple], initial: dict) -> tuple[dict, list]:
     """Means with standard errors, and a sample for each prompt. The reference is the initial policy, whose log-probs
     and samples the first call keeps in `initial`, and z_0 is 0."""
@@ -440,16 +462,16 @@ def evaluate(args: Args, policy, sampler, held_out: list[tuple], initial: dict) 
     return utils.means(values | statistics), samples
 
 
-# === main ===
-
-
 # --- shared: settings
 def parse_args(flags: list[str] | None = None) -> Args:
     """Flags, over the settings of --resume's run, or of the embedded toy where no --model is named, or of the paper."""
     named, _ = tyro.cli(Args, args=flags, add_help=False, return_unknown_args=True)
     if named.resume:
         with blame(f"--resume {named.resume}"):
-            default = Args(**json.loads((Path(named.resume) / "args.json").read_text()))
+            saved = json.loads((Path(named.resume) / "args.json").read_text())
+            if saved.pop("script", "") != Path(__file__).stem:
+                raise ValueError(f"its args.json is not that of a run of {Path(__file__).name}")
+            default = Args(**saved)
         whose = f"the settings of {named.resume}"
     elif named.model:
         default, whose = Args(), "the paper's settings"
@@ -457,45 +479,37 @@ def parse_args(flags: list[str] | None = None) -> Args:
         default = Args(**TOY | (TOY_ONLINE if getattr(named, "online", False) else {}))
         whose = "the embedded toy and its settings (--model brings the paper's)"
     args = tyro.cli(Args, args=flags, default=default, description=__doc__)
-    given = {key: value for key, value in asdict(args).items() if value != getattr(default, key)}
     if os.environ.get("RANK", "0") == "0":
-        print(f"{whose};", *(f"--{key.replace('_', '-')} {value}" for key, value in given.items()))
+        print(f"{whose};", *(sys.argv[1:] if flags is None else flags))
     return args
 
 
 def check_flags(args, batch_size: int) -> None:
-    """Stops with a message that names the flag, before anything is loaded."""
+    """Stops with a message that names the flag."""
     for name, hint in get_type_hints(type(args), include_extras=True).items():
-        if wanted := getattr(hint, "__metadata__", None):
-            text, holds = wanted
-            if not holds(getattr(args, name)):
-                fail(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be {text}")
+        text, holds = getattr(hint, "__metadata__", ("", lambda value: True))
+        if not holds(value := getattr(args, name)):
+            fail(f"--{name.replace('_', '-')} is {value}; it must be {text}")
     if not args.dataset:
         fail(f"--model {args.model} without --dataset: name the data to train on")
     passes = int(os.environ.get("WORLD_SIZE", 1)) * (args.micro_batch_size or 1)
     if batch_size % passes:
-        fail(f"a batch of {batch_size} is not a multiple of {passes}, ranks x --micro-batch-size; change one of them")
-    if args.max_length <= args.max_prompt_length:
-        fail(f"--max-length {args.max_length} must be above --max-prompt-length {args.max_prompt_length}")
+        fail(f"a batch of {batch_size} is not a multiple of {passes}, ranks x --micro-batch-size; change one")
     bounds = math.exp(args.log_epsilon_P), math.exp(-args.log_epsilon_R)
     if args.clip == "sample" and not 0 < min(bounds) <= max(bounds) < args.M:
         fail(f"--clip sample needs finite bounds, and --M {args.M} above {max(bounds)}; raise it")
     if args.track and not find_spec("wandb"):
         fail("--track needs wandb: pip install wandb")
-    if getattr(args, "online", False) and not (args.reward_model and args.temperature):
-        fail("--online needs a --reward-model and a --temperature above 0")
-    if getattr(args, "online", False) and args.min_avg_logp > -math.inf:
-        fail("--min-avg-logp filters a data set, and --online has none")
-    folder = Path(args.resume or args.output_dir)
-    if taken := [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]:
-        fail(f"--output-dir {folder}: {taken[0]} is no folder")
-    if args.output_dir and not args.resume and (folder / "args.json").exists():
-        fail(f"--output-dir {folder} already holds a run; name another folder, or --resume {folder}")
+    if getattr(args, "online", False) and not (args.reward_model and args.temperature and args.min_avg_logp < -1e9):
+        fail("--online needs a --reward-model and a --temperature above 0, and no --min-avg-logp")
+    folder = Path(args.output_dir)
+    if args.output_dir and (args.resume or (folder / "args.json").exists() or any(folder.glob("checkpoints/*"))):
+        fail(f"--output-dir {folder} holds a run, or --resume names one; leave it out, or only --resume {folder}")
 
 
-def catch_signals(run: dict) -> None:
-    """SIGINT and SIGTERM end the run at once; but while it trains, the first only sets run["signal"], and the run ends
-    after the step and its checkpoint."""
+def catch_signals() -> dict:
+    """SIGINT and SIGTERM end the run; the first one while it trains, after the step and a checkpoint."""
+    run = {"folder": "", "step": 0, "training": False, "signal": 0, "since": -math.inf}
 
     def handler(number, _):
         if run["training"] and not run["signal"]:
@@ -503,8 +517,9 @@ def catch_signals(run: dict) -> None:
         elif time.monotonic() - run["since"] > 1:  # torchrun may repeat the first
             end_run(run, number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handler)
+    signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGTERM, handler)
+    return run
 
 
 def end_run(run: dict, number: int) -> None:
@@ -520,13 +535,13 @@ def end_run(run: dict, number: int) -> None:
 # --- end shared: settings
 
 
+@blame("reading or writing", OSError)
 def main(args: Args) -> None:
     batch_size = args.batch_size
     sizes, eval_sizes = (0,) if args.online else (1, 2), (0, 1, 2)
     # --- shared: setup
     check_flags(args, batch_size)
-    run = {"folder": "", "step": 0, "training": False, "signal": 0, "since": -math.inf}
-    catch_signals(run)
+    run = catch_signals()
     rank, world, device = setup()
     clip, sync = (args.clip, args.sync) if args.humanline else ("none", "none")
     if args.dtype == "auto":
@@ -535,30 +550,28 @@ def main(args: Args) -> None:
     if args.dtype == "bfloat16":
         reference_dtype = torch.bfloat16
         torch.set_float32_matmul_precision("high")  # exact for the head: its factors are bf16
-    now = [time.strftime("%Y%m%d-%H%M%S")]
-    dist.broadcast_object_list(now)  # one clock for all ranks
-    output_dir = Path(args.resume or args.output_dir or f"runs/{Path(__file__).stem}__{args.seed}__{now[0]}")
-    config, final_dtype = load_config(args)
-    with blame(f"--model {args.model}"):
-        tokens = utils.load_tokens(args, config)
-    groups, held_out = load_groups(args, "--dataset", args.dataset, args.dataset_split, tokens, sizes), []
+    config, final_dtype, tokens = load_config(args)
+    held_out, hashes = [], {}
+    groups = load_groups(args, "--dataset", args.dataset, args.dataset_split, tokens, sizes, hashes)
     if args.eval_dataset:
-        held_out = load_groups(args, "--eval-dataset", args.eval_dataset, args.eval_split, tokens, eval_sizes)
+        held_out = load_groups(args, "--eval-dataset", args.eval_dataset, args.eval_split, tokens, eval_sizes, hashes)
     # --- end shared: setup
     per_group = 2 if args.online else len(groups[0])  # a pair is two examples that stay in one step
     groups_per_step = batch_size // per_group
     if batch_size % per_group:
         fail(f"--batch-size {batch_size} is odd, and the two examples of a pair stay in one step")
     if rank == 0 and not args.online and len({x.reward for group in groups for x in group}) < 2:
-        print("warning: all examples have one label; the paper's data has as many of each")
+        print("warning: all examples have one label; the paper's have both")
 
     # --- shared: build
     if len(groups) < groups_per_step:
         fail(f"--dataset {args.dataset}: {len(groups)} rows are left, and a batch takes {groups_per_step}; lower it")
+    output_dir, lock, checkpoint, state = open_folder(args, hashes)
     with blame("sampling"):
         sampler = utils.Sampler(args, config, tokens, reference_dtype, device)
     policy = load_sharded(args, config, torch.float32, compute_dtype, device).train()
     reference = load_sharded(args, config, reference_dtype, compute_dtype, device).eval().requires_grad_(False)
+    sync_reference(reference, policy)
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
     # --- end shared: build
@@ -574,25 +587,23 @@ def main(args: Args) -> None:
     settings = {"lr": args.lr, "eps": args.adam_eps, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), **settings)
     run["folder"] = output_dir  # from here on --resume continues it
+    need = 16 * sum(p.numel() for p in policy.parameters()) * bool(args.checkpoint_every)
+    if shutil.disk_usage(output_dir).free < need:
+        fail(f"--output-dir {output_dir}: a checkpoint takes {need / 2**30:.1f} GiB, more than is free")
     if rank == 0:
-        (output_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-        utils.write(output_dir / "args.json", json.dumps(asdict(args) | {"resume": ""}, indent=2))
-    with blame("evaluation", ValueError):
-        before, samples_before = evaluation()  # of θ_0, also on resume
+        record = asdict(args) | {"script": Path(__file__).stem, "resume": "", "output_dir": ""}
+        utils.write(output_dir / "args.json", json.dumps(record, indent=2))
+    before, samples_before = evaluation()  # of θ_0, also on resume
     start, last_sync, last_round, round_number, pool, rollout = 0, 0, 0, 0, [], {}  # pool: groups not yet trained on
-    checkpoints = list((output_dir / "checkpoints").glob("step-*"))
-    if args.resume and checkpoints:
-        newest = max(checkpoints, key=lambda folder: int(folder.name.removeprefix("step-")))
-        state = load_checkpoint(newest, policy, reference, optimizer)
-        start, last_sync, last_round, round_number, pool, rollout = state.values()  # in the order saved
+    if checkpoint:
+        load_checkpoint(checkpoint, policy, reference, optimizer)
+        start, last_sync, last_round, round_number, pool, rollout, *_ = state.values()  # in the order saved
         pool = [tuple(utils.Example(*example) for example in group) for group in pool]
     for group in optimizer.param_groups:
         group.update(settings, initial_lr=args.lr)  # the flags win over the checkpoint
     warmup = max(1, round(args.warmup_fraction * args.num_steps))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup), start - 1)
     log = utils.Log(args, output_dir, start) if rank == 0 else None
-
-    # --- training
     per_rank = batch_size // world
     micro_batch_size = args.micro_batch_size or per_rank
     bar = trange(start, args.num_steps, initial=start, total=args.num_steps, disable=rank != 0)
@@ -634,7 +645,7 @@ def main(args: Args) -> None:
         completion_tokens = sum(len(x.completion_ids) for x in examples)
         losses, sums = torch.zeros(batch_size, dtype=torch.float64, device=device), defaultdict(float)
         for first in range(0, per_rank, micro_batch_size):
-            # On CUDA after every microbatch: unsharded fp32 gradients would not fit beside a large model.
+            # On CUDA every time: unsharded fp32 gradients would not fit beside a large model.
             policy.set_requires_gradient_sync(device.type == "cuda" or first + micro_batch_size == per_rank)
             mine = list(range(rank, batch_size, world))[first : first + micro_batch_size]  # positions in the batch
             # --- end shared: microbatches
@@ -658,14 +669,14 @@ def main(args: Args) -> None:
             (loss.sum() / batch_size).backward()
 
             # One bad row makes z_0, and so every loss, not finite; its own reward tells which it is.
-            losses[mine] = (loss.detach() if math.isfinite(z_0) else rewards).double()
+            losses[mine] = (loss.detach() if math.isfinite(z_0) else rewards).double() / batch_size
             logps_summed = (logps.detach() * mask).sum(-1)
             gain = torch.where(desirable, rewards - args.beta * z_0, args.beta * z_0 - rewards)
             sums["rewards/accuracies"] += utils.win_rate(gain, 0).sum()
             for side, chosen in (("chosen", desirable), ("rejected", ~desirable)):
                 sums[f"rewards/{side}"] += (rewards * chosen).sum()
                 sums[f"logps/{side}"] += (logps_summed * chosen).sum()
-            # --- shared: reduce
+            # --- shared: step
             sums["humanline/clipped_low"] += ((log_ratio < args.log_epsilon_P) * mask).sum()
             sums["humanline/clipped_high"] += ((log_ratio > args.log_epsilon_R) * mask).sum()
             sums["humanline/log_ratio_abs_mean"] += (log_ratio.detach().abs() * mask).sum()
@@ -674,9 +685,7 @@ def main(args: Args) -> None:
         dist.all_reduce(totals)
         sums = dict(zip(sums, totals.tolist()))
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-        # --- end shared: reduce
-        loss = losses.mean().item() + 0 * z_0
-        # --- shared: step
+        loss = losses.sum().item()
         if not math.isfinite(loss + grad_norm):
             bad = {row for row, value in zip(batch_rows, losses.tolist()) if not math.isfinite(value)} or batch_rows
             bar.close()
@@ -698,7 +707,6 @@ def main(args: Args) -> None:
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         metrics["perf/peak_memory"], stopped_by = maxima.tolist()
 
-        # --- log, evaluate, checkpoint
         seconds, tokens_read = time.perf_counter() - started, sum(x.length for x in examples)
         metrics |= {key: total / completion_tokens for key, total in sums.items() if key.startswith("humanline/")}
         metrics |= {"perf/step_time": seconds, "perf/tokens_per_second": tokens_read / seconds}
@@ -715,25 +723,21 @@ def main(args: Args) -> None:
         metrics |= rollout | ({"rollout/age_steps": step - last_round} if rollout else {})
         if args.eval_every and (step + 1) % args.eval_every == 0:
             run["training"] = bool(stopped_by)
-            with blame("evaluation", ValueError):
-                means, _ = evaluation()
+            means, _ = evaluation()
             run["training"], metrics = True, metrics | {key: mean for key, (mean, _) in means.items()}
         if log:
             log.write(metrics)
         if stopped_by or args.checkpoint_every and (step + 1) % args.checkpoint_every == 0:
-            state = {"step": step + 1, "last_sync": last_sync, "last_round": last_round, "round": round_number}
-            state |= {"pool": pool, "rollout": rollout}
+            state = dict(step=step + 1, last_sync=last_sync, last_round=last_round, round=round_number, pool=pool)
+            state |= {"rollout": rollout, "hashes": hashes}
             save_checkpoint(output_dir / "checkpoints" / f"step-{step + 1}", policy, reference, optimizer, state)
         if stopped_by:
             end_run(run | {"step": step + 1}, int(stopped_by))
-    # --- evaluate, export
     run["training"] = False
-    with blame("evaluation", ValueError):
-        after, samples_after = evaluation()
-    card = utils.model_card(Path(__file__).stem, args, before, after)
-    export(output_dir / "final", policy, tokens, final_dtype, card)
+    after, samples_after = evaluation()
+    export(output_dir / "final", policy, tokens, final_dtype)
     if log:
-        utils.report(output_dir, before, after, samples_before, samples_after)
+        utils.report(args, output_dir, before, after, samples_before, samples_after)
         log.close()
     # --- end shared: log
     dist.barrier()

@@ -1,7 +1,7 @@
 """Log-probability and evaluation helpers shared by the four humanline scripts.
 
-B sequences, T tokens, V vocabulary, D hidden size. Log-probabilities are in nats, in fp32 or, where the model
-computes in it, fp64. A mask is 1 at completion tokens (the end-of-turn token included) and 0 elsewhere.
+B sequences, T tokens, V vocabulary, D hidden size. Log-probabilities are in nats, in fp32 or, where the model computes
+in it, fp64. A mask is 1 at completion tokens (with the end-of-turn token) and 0 elsewhere.
 """
 
 import contextlib
@@ -34,6 +34,8 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
+DIVERGED = "not finite: look at the model and the data, or lower --lr or --max-grad-norm"
+
 # --- token ids ---
 
 
@@ -51,52 +53,75 @@ class Example(NamedTuple):
         return len(self.prompt_ids) + len(self.completion_ids)
 
     def to_train(self, max_length: int) -> "Example":
-        """A sample, cut at `max_length` tokens of prompt and completion, without its text."""
+        """A sample without its text, cut at `max_length` tokens."""
         return self._replace(completion_ids=self.completion_ids[: max_length - len(self.prompt_ids)], text="")
 
 
 class Tokens(NamedTuple):
     tokenizer: transformers.PreTrainedTokenizerBase
     eos_ids: set[int]  # every id that ends a turn
-    pad_id: int  # masked everywhere, so any will do
+    pad_id: int  # masked everywhere, so any that the embedding has will do
+    rows: int  # of the model's embedding
+    special: re.Pattern  # finds text that spells a special token
 
 
 def load_tokens(args, config) -> Tokens:
-    """The policy's tokenizer, with the chat template and the end-of-turn token of the flags.
-
-    Raises a ValueError if there is no such token, or if the model has fewer positions than sequences may have tokens.
-    """
+    """The policy's tokenizer, with the chat template and the end-of-turn token of the flags. A ValueError if the model
+    does not have that token, or has fewer positions than sequences may have tokens."""
     text_config = config.get_text_config()
+    rows = text_config.vocab_size
     positions = getattr(text_config, "max_position_embeddings", None) or math.inf
     longest = max(args.max_length, args.max_prompt_length + args.max_new_tokens)
     if getattr(text_config, "rope_parameters", None) is None and longest > positions:
         raise ValueError(f"--max-length or --max-new-tokens allows {longest} tokens, and it has {positions} positions")
     tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
     if args.chat_template:
-        tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+        try:
+            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise ValueError(f"--chat-template {args.chat_template}: {error}") from error
     tokenizer.eos_token = args.eos_token or tokenizer.eos_token
     if tokenizer.eos_token_id is None or (args.eos_token or tokenizer.eos_token) not in tokenizer.get_vocab():
         raise ValueError(f"its vocabulary has no end-of-turn token {args.eos_token!r}: name one with --eos-token")
+    check_ids(tokenizer, [tokenizer.eos_token_id], rows)
     generation = GenerationConfig.from_model_config(config)
     with contextlib.suppress(OSError):  # the model comes without one
         generation = GenerationConfig.from_pretrained(args.model)
     eos_ids = {tokenizer.eos_token_id}
     for ids in (generation.eos_token_id, text_config.eos_token_id):
         eos_ids |= {ids} if isinstance(ids, int) else set(ids or ())
-    return Tokens(
-        tokenizer, eos_ids, tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    )
+    pad_id = tokenizer.pad_token_id
+    if pad_id is None or pad_id >= rows:
+        pad_id = tokenizer.eos_token_id
+    names = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special = re.compile("|".join(map(re.escape, names | set(tokenizer.all_special_tokens))))
+    return Tokens(tokenizer, eos_ids, pad_id, rows, special)
+
+
+def check_ids(tokenizer, ids: list[int], rows: int) -> None:
+    """Raises a ValueError if a token id is beyond the rows of a model's embedding."""
+    if (largest := max(ids, default=0)) >= rows:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise ValueError(f"token {token!r} has the id {largest}, and the model's embedding has {rows} rows")
+
+
+def hint(row: dict) -> str:
+    """How to convert a row whose columns are not ours."""
+    if "conversations" in row:
+        return ' (ShareGPT: make each {"from": "human", "value": …} a message {"role": "user", "content": …})'
+    if row.keys() == {"chosen", "rejected"} and {type(text) for text in row.values()} == {str}:
+        return " (move what chosen and rejected share, up to the last turn's marker, such as Assistant:, to a prompt)"
+    return ""
 
 
 def to_text(tokenizer, prompt, completions: list):
     """A prompt as messages (as text if there is no chat template) and its completions as texts, None for one that is
-    not one assistant message. Each comes as a string or a list of messages.
-
-    Raises a ValueError for content that is not a string, and for messages without a chat template.
-    """
+    not one assistant message. Each comes as a string or a list of messages; a ValueError for anything else."""
     if isinstance(prompt, list) and not tokenizer.chat_template:
         raise ValueError("a conversation needs a chat template, and the tokenizer has none: pass --chat-template FILE")
     prompt_turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    if any(isinstance(part, dict) for part in (prompt, *completions)):
+        raise ValueError("messages must be a list, also where there is one: [{…}]")
     turns = [c if isinstance(c, list) else [{"role": "assistant", "content": c}] for c in completions]
     for message in itertools.chain(prompt_turns, *turns):
         if not isinstance(message, dict) or {type(message.get(key)) for key in ("role", "content")} != {str}:
@@ -119,50 +144,63 @@ def encode_prompt(tokenizer, prompt) -> list[int]:
     return tokenizer(render(tokenizer, prompt, add_generation_prompt=True), add_special_tokens=False).input_ids
 
 
-def encode_completion(tokens: Tokens, prompt, completion: str) -> list[int]:
-    """Completion token ids up to and with the end-of-turn token, which is added where the template writes none.
-
-    Raises a ValueError if the template does not render the prompt the same way once it is answered.
-    """
-    tokenizer, eos_ids, _ = tokens
+def encode_completion(tokens: Tokens, prompt, prompt_ids: list[int], completion: str) -> tuple[list[int], str]:
+    """Completion token ids up to and with the end-of-turn token, which is added where the template writes none; and
+    why they cannot train, or "". They are what follows the prompt's ids in those of the whole text, if it begins so. A
+    ValueError if the template renders the prompt differently once it is answered."""
+    tokenizer, eos_ids, before, whole = tokens.tokenizer, tokens.eos_ids, prompt, None
     if isinstance(prompt, list):
         before = render(tokenizer, prompt, add_generation_prompt=True)
         whole = render(tokenizer, [*prompt, {"role": "assistant", "content": completion}])
         if not whole.startswith(before):
             raise ValueError("the chat template renders a prompt differently once it is answered: pass --chat-template")
-        completion = whole[len(before) :]
-    ids = tokenizer(completion, add_special_tokens=False).input_ids
-    for end, token in enumerate(ids):
-        if token in eos_ids and not tokenizer.decode([t for t in ids[end + 1 :] if t not in eos_ids]).strip():
-            return ids[: end + 1]  # what a template writes after the end of the turn is never sampled
-    return [*ids, tokenizer.eos_token_id]
+        completion, text = whole[len(before) :], completion
+        if "".join(text.split()) not in "".join(completion.split()):
+            return [], "completion changed by the chat template"
+    ids = tokenizer(whole or prompt + completion, add_special_tokens=whole is None).input_ids
+    if ids[: len(prompt_ids)] == prompt_ids:
+        ids = ids[len(prompt_ids) :]
+    else:
+        ids = tokenizer(completion, add_special_tokens=False).input_ids
+    end = next((i for i, token in enumerate(ids) if token in eos_ids), None)
+    if end is None:
+        return [*ids, tokenizer.eos_token_id], ""
+    if tokenizer.decode([token for token in ids[end + 1 :] if token not in eos_ids]).strip():
+        return [], "end of turn inside the completion"
+    return ids[: end + 1], ""  # what a template writes after the end of the turn is never sampled
 
 
 def encode_group(args, tokens: Tokens, row: int, prompt, completions: list, rewards: list[float]):
-    """The examples of one row of data, (prompt,) if it has no completions; and why it cannot train, or ""."""
+    """The examples of one row, (prompt,) if it has no completions, () if it cannot train; and what to count it under:
+    why it cannot, or that it spells special tokens, or "". A ValueError if the row is wrong."""
     prompt, texts = to_text(tokens.tokenizer, prompt, completions)
     example = Example(row, prompt, encode_prompt(tokens.tokenizer, prompt))
-    question = prompt if isinstance(prompt, str) else "".join(turn["content"] for turn in prompt[-1:])
-    if not question.strip() or not 0 < len(example.prompt_ids) <= args.max_prompt_length:
-        return (), f"prompt empty or longer than --max-prompt-length {args.max_prompt_length}"
+    turns = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt]
+    longest = min(args.max_prompt_length, args.max_length - 1)
+    if not "".join(turns[-1:]).strip() or not 0 < len(example.prompt_ids) <= longest:
+        return (), f"prompt empty or longer than {longest} tokens (--max-prompt-length)"
     if not all(text and text.strip() for text in texts):
         return (), "completion empty or not one assistant message"
-    room = args.max_length - len(example.prompt_ids)
-    ids = [encode_completion(tokens, prompt, text)[:room] for text in texts]
-    if len(ids) == 2 and ids[0] == ids[1]:
+    if " " in turns[-1].strip() and any(text.startswith(turns[-1]) for text in texts):
+        raise ValueError("a completion repeats its prompt; cut the prompt off it")
+    room, group = args.max_length - len(example.prompt_ids), []
+    for text, reward in zip(texts, rewards):
+        ids, problem = encode_completion(tokens, prompt, example.prompt_ids, text)
+        if problem:
+            return (), problem
+        group.append(example._replace(completion_ids=ids[:room], reward=float(reward)))
+    check_ids(tokens.tokenizer, [*example.prompt_ids, *(i for x in group for i in x.completion_ids)], tokens.rows)
+    if len(group) == 2 and group[0].completion_ids == group[1].completion_ids:
         return (), "chosen equals rejected"
-    group = [example._replace(completion_ids=part, reward=float(reward)) for part, reward in zip(ids, rewards)]
-    return tuple(group or [example]), ""
+    spelt = tokens.special.search("\n".join([*turns, *texts]))
+    return tuple(group or [example]), "kept, though special tokens are spelt in its text" if spelt else ""
 
 
 # --- token log-probabilities ---
 
 
 def pad_batch(examples: list[Example], pad_id: int, device: torch.device):
-    """input_ids (B, T) int64, padded on the right to the longest example, and mask (B, T) fp32.
-
-    pad_id: any valid token id. It is never attended to and never scored, so it may equal the end-of-turn id.
-    """
+    """input_ids (B, T) int64, padded on the right with any valid id, and mask (B, T) fp32."""
     ids = [torch.tensor([*x.prompt_ids, *x.completion_ids], dtype=torch.long) for x in examples]
     mask = torch.zeros(len(examples), max(x.length for x in examples))
     for row, x in zip(mask, examples):
@@ -173,16 +211,14 @@ def pad_batch(examples: list[Example], pad_id: int, device: torch.device):
 def token_logps(model, input_ids, mask, temperature: float = 1.0, chunk_size: int = 1024):
     """log π(y_t | x, y_<t) of every completion token, without ever holding logits of shape (B, T, V).
 
-    For the duration of the call the model's output head selects the hidden states that predict completion tokens and
-    returns their log-probabilities, `chunk_size` tokens at a time, each chunk's logits recomputed in the backward pass.
-    It works inside the model's own forward because that is where FSDP2 has the head's weight gathered. Logits are
-    computed in fp32 whatever the compute dtype: a bf16 logit of magnitude 16 is spaced 0.125 apart, the log-ratios of
-    humanline syncing are of order 1e-3.
+    For the duration of the call the model's output head returns the log-probabilities of the completion tokens, in
+    chunks whose logits are recomputed in the backward pass: inside the model's own forward, because that is where FSDP2
+    has the head's weight gathered. Logits are in fp32 whatever the compute dtype: a bf16 logit of magnitude 16 is
+    spaced 0.125 apart, the log-ratios of humanline syncing are of order 1e-3.
 
     model: a transformers causal LM, plain or wrapped with FSDP2, with an `nn.Linear` head (tied or not).
-    input_ids: (B, T), padded on the right. No attention mask is needed: in a causal model no real token sees padding.
+    input_ids: (B, T), padded on the right: in a causal model no real token sees padding.
     mask: (B, T), 1 at the tokens to score; a ValueError if that is the first of a sequence, which has no prediction.
-
     Returns (B, T) fp32, 0 where mask is 0; differentiable, exact. A ValueError if the model rescales its logits.
     """
     selected = mask.bool()
@@ -232,8 +268,8 @@ def length_batches(lengths: list[int], batch_tokens: int = 16384):
 
 @torch.no_grad()
 def completion_logps(model, examples: list[Example], pad_id: int):
-    """`token_logps` of a whole data set, shared out over the ranks: log-probs and mask of the completions alone, (N, T)
-    each, float64 on the CPU, the same on every rank and for any number of them."""
+    """`token_logps` of a data set, shared out over the ranks: log-probs and mask of the completions alone, (N, T) each,
+    float64 on the CPU, the same on every rank and for any number of them."""
     rank, world, device = dist.get_rank(), dist.get_world_size(), next(model.parameters()).device
     lengths = torch.tensor([len(x.completion_ids) for x in examples])
     mask = torch.arange(lengths.max()) < lengths[:, None]  # (N, T)
@@ -256,16 +292,16 @@ def data_quality(args, reference, groups: list[tuple], names: tuple[str, str], n
     examples = [x for group in groups for x in group]
     logps, mask = completion_logps(reference, examples, 0)
     averages = (logps.sum(-1) / mask.sum(-1)).view(len(groups), -1)
-    first, last = averages[:, 0], averages[:, -1]
+    parts = averages[:, 0], averages[:, -1]
     if averages.shape[1] == 1:
         good = torch.tensor([x.reward > 0 for x in examples])
-        first, last = first[good], last[~good]
+        parts = averages[good, 0], averages[~good, 0]
     kept = [group for group, value in zip(groups, averages[:, 0].tolist()) if not value < args.min_avg_logp]
     if dist.get_rank() == 0:
-        for name, values in zip(names, (first, last)):
+        for name, values in zip(names, parts):
             told = " ".join(f"{values.quantile(q):.2f}" for q in (0, 0.25, 0.5, 0.75, 1)) if len(values) else "none"
             print(f"average token log-prob of {name} under the initial policy, nats, min q1 median q3 max: {told}")
-        if len(first) and -1.03 <= first.median() <= -0.36:
+        if len(parts[0]) and -1.03 <= parts[0].median() <= -0.36:
             print("  (the paper trained worse on its lowest quartile, -1.03 to -0.36: Figure 6; see --min-avg-logp)")
         if len(kept) < len(groups):
             print(f"--min-avg-logp {args.min_avg_logp}: {len(groups) - len(kept)} of {len(groups)} rows dropped")
@@ -278,12 +314,25 @@ def data_quality(args, reference, groups: list[tuple], names: tuple[str, str], n
 # An engine is an unsharded transformers model or a vLLM engine; both live in the training process, one on every rank.
 
 
-def start_engine(name: str, model_name: str, *, dtype, device, max_length: int, memory_share: float, trust_remote_code):
-    """Starts the engine called `name`; "auto" is vLLM where it is installed for this device, else transformers.
+def load_whole(auto, name: str, **how):
+    """A model from safetensors files. A ValueError names weights that are missing, unexpected or mismatched, where
+    transformers would go on with random ones; buffers, which a model computes, do not count."""
+    how |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
+    model, info = auto.from_pretrained(name, **how)
+    buffers, told = {key.rpartition(".")[2] for key, _ in model.named_buffers()}, []
+    for what in ("missing", "unexpected", "mismatched"):
+        keys = {key if isinstance(key, str) else key[0] for key in info[f"{what}_keys"]}
+        if keys := sorted(key for key in keys if key.rpartition(".")[2] not in buffers):
+            told.append(f"{len(keys)} {what}: {' '.join(keys[:3])}{' …' * (len(keys) > 3)}")
+    if told:
+        raise ValueError(f"its weights are not those of its config.json as {auto.__name__} ({'; '.join(told)})")
+    return model
 
-    The process group must exist, all ranks call this together, and weights are right only after `update_engine`.
-    `max_length`: tokens of prompt and completion. `memory_share`: of the GPU, for vLLM (on the CPU: a cache of 1 GiB).
-    """
+
+def start_engine(name: str, model_name: str, *, dtype, device, max_length: int, memory_share: float, trust_remote_code):
+    """Starts the engine called `name` on all ranks; "auto" is vLLM where it is installed for this device, else
+    transformers. Weights are right only after `update_engine`. `max_length`: tokens of prompt and completion.
+    `memory_share`: of the GPU, for vLLM (on the CPU: a cache of 1 GiB)."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
     if name == "auto" and find_spec("vllm"):
         from vllm.platforms import current_platform
@@ -291,7 +340,7 @@ def start_engine(name: str, model_name: str, *, dtype, device, max_length: int, 
         name = "vllm" if current_platform.device_type == device.type else "hf"
     if name != "vllm":
         load = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-        model = AutoModelForCausalLM.from_pretrained(model_name, **load).to(device).eval()
+        model = load_whole(AutoModelForCausalLM, model_name, **load).to(device).eval()
         model.generation_config = GenerationConfig()  # no sampling defaults of the model's own, such as a penalty
         return model
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "RANK": "0", "LOCAL_RANK": "0"} | os.environ
@@ -301,20 +350,16 @@ def start_engine(name: str, model_name: str, *, dtype, device, max_length: int, 
     if device.type == "cpu":
         _custom_ops._supports_onednn = False  # its prepacked copies of the weights would never be updated
         options = {"kv_cache_memory_bytes": 2**30, "enforce_eager": True}
+    options |= {"dtype": dtype, "max_model_len": max_length, "trust_remote_code": trust_remote_code}
     set_num_threads = torch.set_num_threads
     engine = LLM(
-        model=model_name,
-        trust_remote_code=trust_remote_code,
+        model_name,
         skip_tokenizer_init=True,  # token ids in, token ids out
         load_format="dummy",  # update_engine brings the weights
-        dtype=dtype,
         hf_overrides={"head_dtype": "float32"},  # logits as exact as token_logps computes them
-        max_model_len=max_length,
         generation_config="vllm",  # none of the model's own sampling defaults
         logprobs_mode="raw_logprobs",  # of the model itself: before temperature and nucleus
         distributed_executor_backend="external_launcher",  # in this process; with one GPU each, ranks never wait
-        tensor_parallel_size=1,
-        disable_log_stats=True,
         **options,
     )
     torch.set_num_threads = set_num_threads  # vLLM disables it on the CPU
@@ -341,16 +386,12 @@ def update_engine(engine, policy) -> None:
 
 
 def generate(engine, prompts: list, *, seed: tuple, eos_ids, pad_id: int, batch_size=256, progress=None, **limits):
-    """Samples one completion for every prompt, shared out over the ranks.
-
-    The completions do not depend on the number of ranks: with vLLM every request has a seed of its own, from (seed, its
-    position); with transformers, batches are cut before they are dealt to the ranks and seeded likewise.
-
+    """Samples one completion for every prompt, shared out over the ranks, the same for any number of them: every vLLM
+    request has a seed of its own, and transformers' batches are cut and seeded before they are dealt.
     prompts: prompt ids. batch_size: sequences per transformers batch. progress: a tqdm bar of this rank's completions.
     limits: max_new_tokens; temperature, where 0 is greedy decoding; top_p, the nucleus, in (0, 1].
     Returns, in the order of `prompts`, on every rank: completion ids, up to and including the first end-of-turn token,
-    and the log-probs that vLLM gives them (at temperature 1, before the nucleus cut; None from transformers).
-    """
+    and the log-probs that vLLM gives them (at temperature 1, before the nucleus cut; None from transformers)."""
     size, found = (batch_size if isinstance(engine, torch.nn.Module) else 1), {}
     for first in range(dist.get_rank() * size, len(prompts), dist.get_world_size() * size):
         found[first] = prompts[first : first + size]
@@ -399,8 +440,8 @@ def _generate_hf(model, prompts, seed, eos_ids, pad_id, *, max_new_tokens, tempe
 
 @torch.no_grad()
 def engine_difference(engine, policy, examples: list[Example], engine_logps, pad_id: int) -> tuple[float, float]:
-    """Mean and maximum of |log-prob of the engine - log-prob of the policy| over the tokens of a few samples, in nats:
-    a sampler with stale weights or another model shows here. Every rank computes the same."""
+    """Mean and maximum of |log-prob of the engine - of the policy| over the tokens of a few samples, in nats: a sampler
+    with stale weights or another model shows here. Every rank computes the same."""
     input_ids, mask = pad_batch(examples, pad_id, next(policy.parameters()).device)
     logps = token_logps(policy, input_ids, mask)[mask.bool()]
     if isinstance(engine, torch.nn.Module):
@@ -417,7 +458,7 @@ def engine_difference(engine, policy, examples: list[Example], engine_logps, pad
 def load_reward_model(name: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool):
     """A sequence classifier with one output, and its tokenizer. Raises a ValueError if it has several outputs."""
     load = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-    model = AutoModelForSequenceClassification.from_pretrained(name, **load).to(device).eval()
+    model = load_whole(AutoModelForSequenceClassification, name, **load).to(device).eval()
     if model.config.num_labels != 1 and not trust_remote_code:  # remote code such as ArmoRM's has its own `score`
         raise ValueError(f"the model has {model.config.num_labels} outputs, and a reward model has one")
     return model, AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -426,28 +467,30 @@ def load_reward_model(name: str, dtype: torch.dtype, device: torch.device, trust
 @torch.no_grad()
 def reward_scores(model, tokenizer, samples: list[tuple]) -> torch.Tensor:
     """Scores of a sequence-classification reward model, shared out over the ranks: its one output, or the `score` that
-    a model with code of its own returns (ArmoRM).
-
+    a model with code of its own returns (ArmoRM). (N,) float64 on the CPU, the same on every rank.
     samples: (prompt, completion text, finished) with the prompt a string or a list of messages. The tokenizer's chat
-    template renders the conversation if it has one; an unfinished completion without the end of its turn.
-    Returns (N,) float64 on the CPU, in the order of `samples`, the same on every rank.
-    """
-    encoded = []
+    template renders the conversation if it has one; an unfinished completion without the end of its turn."""
+    encoded, config = [], model.config.get_text_config()
     for prompt, completion, finished in samples:
         if tokenizer.chat_template:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             messages = [*messages, {"role": "assistant", "content": completion}]
-            text = render(tokenizer, messages, continue_final_message=not finished)
+            try:
+                text = render(tokenizer, messages, continue_final_message=not finished)
+            except ValueError:
+                if finished:
+                    raise
+                text = render(tokenizer, messages[:-1], add_generation_prompt=True) + completion  # drops nothing of it
         else:
             text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
             text += completion + (tokenizer.eos_token or "") * finished
         encoded.append(tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids)
-    device, config = next(model.parameters()).device, model.config.get_text_config()
+        check_ids(tokenizer, encoded[-1], config.vocab_size)
+    device = next(model.parameters()).device
     scores = torch.zeros(len(encoded), dtype=torch.float64, device=device)
     without_pad = config.pad_token_id is None or config.pad_token_id < 0
-    for batch in itertools.islice(
-        length_batches(list(map(len, encoded))), dist.get_rank(), None, dist.get_world_size()
-    ):
+    batches = length_batches(list(map(len, encoded)))
+    for batch in itertools.islice(batches, dist.get_rank(), None, dist.get_world_size()):
         if without_pad:  # the model reads the last token that is not padding, so padding must end no sequence
             last = {encoded[i][-1] for i in batch}
             config.pad_token_id = next(i for i in range(config.vocab_size) if i not in last)
@@ -468,8 +511,7 @@ class Sampler:
     """Completions of the present policy and their rewards. Rollouts and evaluation both come here."""
 
     def __init__(self, args, config, tokens: Tokens, dtype: torch.dtype, device: torch.device):
-        """Loads the reward model, if one is named; the engine starts with the first sample. A ValueError if one is not
-        to be had."""
+        """Loads the reward model, if one is named; the engine starts with the first sample. May raise a ValueError."""
         self.args, self.tokens, self.dtype, self.device = args, tokens, dtype, device
         self.engine, self.judge, self.metrics = None, None, {}  # metrics: of the last call, for the log
         positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
@@ -492,25 +534,24 @@ class Sampler:
             self.engine = start_engine(args.engine, args.model, **where, **options)
         repeated = [prompt for prompt in prompts for _ in range(count)]
         limits = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
-        limits |= {
-            "eos_ids": self.tokens.eos_ids,
-            "pad_id": self.tokens.pad_id,
-            "batch_size": args.generation_batch_size,
-        }
+        limits |= {"eos_ids": self.tokens.eos_ids, "pad_id": self.tokens.pad_id}
+        limits |= {"batch_size": args.generation_batch_size, "seed": seed}
         share = math.ceil(len(repeated) / dist.get_world_size())
         update_engine(self.engine, policy)
         name = "sampling with " + ("transformers" if isinstance(self.engine, torch.nn.Module) else "vLLM")
         with tqdm(desc=name, total=share, unit="sample", leave=False, disable=dist.get_rank() != 0) as bar:
             try:
-                ids, logps = generate(self.engine, [x.prompt_ids for x in repeated], seed=seed, progress=bar, **limits)
+                ids, logps = generate(self.engine, [x.prompt_ids for x in repeated], progress=bar, **limits)
             except RuntimeError as error:
                 if not re.search("probability tensor|device-side assert", str(error)):
                     raise
-                raise ValueError("the policy's probabilities are not finite; look at --model, or lower --lr") from error
+                raise ValueError(f"the policy's probabilities are {DIVERGED}") from error
         if not isinstance(self.engine, torch.nn.Module) and self.device.type == "cuda":
             self.engine.sleep(level=2)  # frees vLLM's memory until the next update
         few = [prompt._replace(completion_ids=part) for prompt, part in zip(repeated[:8], ids)]
         mean, largest = engine_difference(self.engine, policy, few, logps[:8], self.tokens.pad_id)
+        if not math.isfinite(largest):
+            raise ValueError(f"the policy's log-probs are {DIVERGED}")
         if not (mean < 0.1 if args.dtype == "bfloat16" else largest < 1e-3):
             told = f"differ from the policy's by {mean:.2g} on average, {largest:.2g} at most (nats)"
             raise ValueError(f"--engine {args.engine}: the log-probs of its samples {told}: it samples another model")
@@ -519,7 +560,7 @@ class Sampler:
         if self.judge:
             rewards = reward_scores(*self.judge, list(zip([x.prompt for x in repeated], texts, finished))).tolist()
             if not all(map(math.isfinite, rewards)):
-                raise ValueError(f"--reward-model {args.reward_model} gives scores that are not finite")
+                raise ValueError(f"the scores of --reward-model {args.reward_model} are {DIVERGED}")
         columns = zip(repeated, ids, rewards, texts, finished)
         samples = [x._replace(completion_ids=i, reward=r, text=t, finished=f) for x, i, r, t, f in columns]
         self.metrics = {f"rollout/{name}_mean": mean_and_se(v)[0] for name, v in sample_statistics(samples).items()}
@@ -559,9 +600,9 @@ def mean_and_se(values) -> tuple[float, float]:
 
 
 def means(values: dict[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
-    """`mean_and_se` of every metric. Raises a ValueError if a value is not finite."""
+    """`mean_and_se` of every metric. A ValueError if a value is not finite."""
     if bad := [key for key, value in values.items() if not value.isfinite().all()]:
-        raise ValueError(f"{', '.join(bad)} not finite; look at --model and --eval-dataset, or lower --lr")
+        raise ValueError(f"{', '.join(bad)} {DIVERGED}")
     return {key: mean_and_se(value) for key, value in values.items()}
 
 
@@ -616,8 +657,13 @@ def table(before: dict, after: dict) -> str:
     return "\n".join(lines) if after else "not evaluated: no --eval-dataset, or --eval-samples 0"
 
 
-def report(folder: Path, before: dict, after: dict, samples_before: list, samples_after: list) -> None:
-    """Prints what training changed, and writes summary.json and outputs.json, which the alpaca_eval command reads."""
+def report(args, folder: Path, before: dict, after: dict, samples_before: list, samples_after: list) -> None:
+    """Prints what training changed; writes summary.json, a model card, and outputs.json for the alpaca_eval command."""
+    script = Path(sys.modules[type(args).__module__].__file__).name
+    card = f"---\nlibrary_name: transformers\ntags: [humanline]\n---\nTrained with `{script}` ([Humanline](https://arxiv.org"
+    card += f"/abs/2509.24207)) from `{args.model}` on `{args.dataset}`, in {args.num_steps} steps.\n"
+    card += f"```\n{table(before, after)}\n```\nSettings: `{json.dumps(asdict(args))}`\n"
+    write(folder / "final" / "README.md", card)
     write(folder / "summary.json", json.dumps({"before": before, "after": after}, indent=2))
     print(f"\n{table(before, after)}")
     questions = [x.prompt if isinstance(x.prompt, str) else x.prompt[-1]["content"] for x in samples_after]
@@ -626,33 +672,10 @@ def report(folder: Path, before: dict, after: dict, samples_before: list, sample
         print(f"\nprompt: {question}")
         for when, sample in zip(("before", "after"), shown[question]):
             print(f"{when}: {sample.text}" + ("" if math.isnan(sample.reward) else f"  [reward {sample.reward:.2f}]"))
-    if samples_after:
-        rows = [
-            {"instruction": q, "output": s.text, "generator": folder.name} for q, s in zip(questions, samples_after)
-        ]
+    rows = [dict(instruction=q, output=s.text, generator=folder.name) for q, s in zip(questions, samples_after)]
+    if rows:
         write(folder / "outputs.json", json.dumps(rows, indent=2, ensure_ascii=False))
     print(f"\nwrote {folder}")
-
-
-def model_card(script: str, args, before: dict, after: dict) -> str:
-    """A Hub model card: what was trained on what, how, with which result."""
-    return f"""---
-library_name: transformers
-tags: [{script.replace("_", "-")}, humanline]
----
-Trained with `{script}.py` ([Humanline](https://arxiv.org/abs/2509.24207)) from `{args.model}` on `{args.dataset}`, in
-{args.num_steps} steps. Choose a licence that those of the model and the data allow.
-```
-{table(before, after)}
-```
-
-```python
-model, tokenizer = (auto.from_pretrained("this folder") for auto in (AutoModelForCausalLM, AutoTokenizer))
-inputs = tokenizer("your prompt", return_tensors="pt")  # or tokenizer.apply_chat_template(messages, ...)
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=256)[0]))
-```
-Settings: `{json.dumps(asdict(args))}`
-"""
 
 
 # --- grading ---

@@ -5,6 +5,7 @@ import itertools
 import json
 import multiprocessing.forkserver
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -128,6 +129,13 @@ def one_rank():
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def tokens_of(tokenizer, eos_ids):
+    """The tokens of a model whose embedding has a row for each."""
+    from utils import Tokens
+
+    return Tokens(tokenizer, set(eos_ids), 0, len(tokenizer), re.compile("(?!)"))
 
 
 @pytest.fixture(scope="session")

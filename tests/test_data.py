@@ -13,14 +13,14 @@ import shutil
 import datasets
 import pytest
 import torch
-from conftest import SHARED, TOY
+from conftest import SHARED, TOY, tokens_of
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import dpo_humanline
 import kto_humanline
 from dpo_humanline import Args
-from utils import Example, Tokens, encode_completion, encode_prompt, load_tokens, pad_batch, token_logps
+from utils import Example, encode_completion, encode_prompt, load_tokens, pad_batch, token_logps
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -54,7 +54,7 @@ def group_that_stays(monkeypatch):
 
 def read(path, tokenizer, eos_ids=frozenset({EOS}), script=dpo_humanline, **args):
     """Groups of a file, and what is said about them."""
-    sizes, tokens = (2,) if script is dpo_humanline else (1, 2), Tokens(tokenizer, set(eos_ids), 0)
+    sizes, tokens = (2,) if script is dpo_humanline else (1, 2), tokens_of(tokenizer, set(eos_ids))
     with contextlib.redirect_stdout(io.StringIO()) as said:
         groups = script.load_groups(script.Args(**args), "--dataset", str(path), "train", tokens, sizes)
     return groups, said.getvalue()
@@ -301,7 +301,7 @@ def test_training_prompts_are_those_of_encode_prompt(load, template):
     for pair, (_, *completions) in zip(pairs, PAIRS):
         for x, completion in zip(pair, completions):
             assert x.prompt_ids == encode_prompt(tokenizer, x.prompt)
-            assert x.completion_ids == encode_completion(Tokens(tokenizer, {EOS}, 0), x.prompt, completion)
+            assert x.completion_ids == encode_completion(tokens_of(tokenizer, {EOS}), x.prompt, completion)
 
 
 def examples(*sequences) -> list[Example]:

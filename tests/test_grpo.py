@@ -11,7 +11,7 @@ from collections import defaultdict
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, SHARED, finish, metrics, run_ranks, start_ranks
+from conftest import ROOT, SHARED, finish, metrics, run_ranks, start_ranks, tokens_of
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import grpo_humanline
 from grpo_humanline import Args, group_advantages, grpo_loss, make_group, parse_args, read_row
-from utils import Example, Tokens, encode_group
+from utils import Example, encode_group
 
 TOY = ROOT / "toy" / "tales"
 RUN = ["--num-steps", "4", "--warmup-fraction", "0", "--batch-size", "16", "--lr", "3e-3", "--beta", "0.1"]
@@ -170,7 +170,7 @@ HUMANLINE = ("--humanline", "--no-humanline")
 def padded_groups(path):
     """Ids and masks of all sequences: prompts padded on the left, completions on the right; and their advantages."""
     tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
-    tokens, rows = Tokens(tokenizer, {tokenizer.eos_token_id}, 0), map(json.loads, open(path))
+    tokens, rows = tokens_of(tokenizer, {tokenizer.eos_token_id}), map(json.loads, open(path))
     groups = [encode_group(Args(), tokens, i, *read_row(Args(), row))[0] for i, row in enumerate(rows, 1)]
     examples, pad = [x for group in groups for x in group], torch.nn.utils.rnn.pad_sequence
     prompts, completions = (

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, SHARED, finish, metrics, run_ranks, start_ranks
+from conftest import ROOT, SHARED, finish, metrics, run_ranks, start_ranks, tokens_of
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_math_humanline
 from grpo_math_humanline import check_flags, group_advantages, load_groups, parse_args, score, with_answers
-from utils import Example, Tokens, format_reward, grade, start_grader, tag_count_reward
+from utils import Example, format_reward, grade, start_grader, tag_count_reward
 
 SCRIPT = "grpo_math_humanline"
 TOY = ROOT / "toy" / "shell_game"
@@ -268,7 +268,7 @@ def test_answers_come_from_a_boxed_solution_numbers_or_parquet(tmp_path, capsys)
 def test_numbers_are_golds_that_right_answers_equal(tmp_path, grader, one_rank):
     rows = [ROW | {"answer": number} for number in (5.0, 1e-5, 1e20, 3)]
     (tmp_path / "n.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    file, tokens = ("--dataset", str(tmp_path / "n.jsonl"), ""), Tokens(AutoTokenizer.from_pretrained(POLICY), {5}, 0)
+    file, tokens = ("--dataset", str(tmp_path / "n.jsonl"), ""), tokens_of(AutoTokenizer.from_pretrained(POLICY), {5})
     groups = load_groups(parse_args([]), *file, tokens, (0,))
     kept, golds = with_answers(grader, *file, groups)
     dist.destroy_process_group()

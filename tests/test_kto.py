@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SHARED, finish, metrics, refused, run_ranks, start_ranks
+from conftest import ROOT, SHARED, finish, metrics, refused, run_ranks, start_ranks, tokens_of
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import KTOConfig, KTOTrainer
 
 from kto_humanline import Args, kto_loss, load_groups, mismatched, read_row
-from utils import Example, Tokens, encode_group, token_logps
+from utils import Example, encode_group, token_logps
 
 TOY = ROOT / "toy" / "tales"
 RUN = ["--num-steps", "4", "--warmup-fraction", "0", "--batch-size", "16", "--k", "2", "--eval-dataset", ""]
@@ -86,7 +86,7 @@ def test_z_0_by_hand(paired, tmp_path):
     runs = [[*flags, "2", "--output-dir", f"{tmp_path}/run"], [*flags, "1", "--output-dir", f"{tmp_path}/one"]]
     run_ranks(1, runs, script="kto_humanline")
     tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
-    tokens = Tokens(tokenizer, {tokenizer.eos_token_id}, 0)
+    tokens = tokens_of(tokenizer, {tokenizer.eos_token_id})
     groups = [encode_group(Args(), tokens, i, *read_row(Args(), row))[0] for i, row in enumerate(toy_rows(64), 1)]
     order = np.random.default_rng((1, 1)).permutation(64)  # epoch 1: a batch is the whole set
     batch = [member for i in order for member in groups[i]]
@@ -194,7 +194,7 @@ def test_a_batch_with_one_prompt_stops_and_says_so(tmp_path):
 @pytest.mark.parametrize("label", ["true", "yes", None, -1, 0.5])
 def test_labels_that_are_not_booleans_are_named(tmp_path, label, capsys):
     rows = [{"prompt": "about cat", "completion": "the", "label": value} for value in (True, label)]
-    tokens = Tokens(AutoTokenizer.from_pretrained(TOY / "policy"), {5}, 0)
+    tokens = tokens_of(AutoTokenizer.from_pretrained(TOY / "policy"), {5})
     with pytest.raises(SystemExit):
         load_groups(Args(), "--dataset", write(tmp_path / "bad.jsonl", rows), "train", tokens, (1, 2))
     error = capsys.readouterr().err
