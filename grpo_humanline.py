@@ -209,7 +209,8 @@ def blame(place: str, kind: type = Exception):
     try:
         yield
     except kind as error:
-        fail(f"{place}: {(str(error).strip() or type(error).__name__).splitlines()[0]}")
+        lines = (str(error).strip() or type(error).__name__).splitlines()
+        fail(f"{place}: {lines[-1 if 'Traceback' in str(error) else 0]}")
 
 
 def load_rows(flag: str, name: str, split: str) -> dict[int, dict]:
@@ -219,7 +220,7 @@ def load_rows(flag: str, name: str, split: str) -> dict[int, dict]:
             return dict(enumerate(pyarrow.parquet.read_table(name).to_pylist(), 1))
         if not name.removesuffix(".gz").endswith((".json", ".jsonl")):
             if Path(name).exists() or name.count("/") != 1:
-                raise ValueError("neither a .json, .jsonl (or .gz) or .parquet file nor a Hub name (owner/name)")
+                raise ValueError("neither a .json, .jsonl (or .gz) or .parquet file nor a Hub name")
             return dict(enumerate(datasets.load_dataset(name, split=split), 1))
         with (gzip.open if name.endswith(".gz") else open)(name, "rt", encoding="utf-8-sig") as file:
             text = file.read()
@@ -237,7 +238,7 @@ def load_groups(args, flag: str, name: str, split: str, tokens, sizes, hashes: d
     """A group is the examples of one row, such as (chosen, rejected), or (prompt,). `sizes`: the numbers of completions
     to accept. Rows that cannot train are dropped and counted. `hashes` gets that of the data."""
     groups, notes, rows = [], Counter(), load_rows(flag, name, split)
-    hashes[name] = hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()
+    hashes[f"{flag} {name}"] = hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()
     for number, row in rows.items():
         with blame(f"{flag} {name}, line {number}"):
             if not isinstance(row, dict):
@@ -248,9 +249,9 @@ def load_groups(args, flag: str, name: str, split: str, tokens, sizes, hashes: d
             if prompt is None or unread or len(completions) not in sizes or len(completions) not in (0, len(rewards)):
                 raise ValueError(f"{WANTED}{utils.hint(row)}; the columns are {', '.join(row)}")
             group, note = utils.encode_group(args, tokens, number, prompt, completions, rewards)
-        notes[note] += bool(note)
+        notes.update([note] if note else [])
         groups += [group] if group else []
-    told = f"{flag} {name}: {len(groups)} rows, {len(rows) - len(groups)} dropped {dict(+notes) or ''}"
+    told = f"{flag} {name}: {len(groups)} rows, {len(rows) - len(groups)} dropped{f' {dict(notes)}' if notes else ''}"
     if not groups:
         fail(f"{told}; none is left")
     if odd := [group[0].row for group in groups if len(group) != len(groups[0])]:
@@ -360,7 +361,7 @@ def load_sharded(args, config, dtype: torch.dtype, compute_dtype: torch.dtype, d
         fully_shard(module, **shard)
     fully_shard(model, **shard)
     for module in [m for m in model.modules() if isinstance(m, FSDPModule)]:
-        module.set_gradient_divide_factor(1.0)  # sums over ranks: the loss is normalised globally
+        module.set_gradient_divide_factor(1.0)  # sums: the loss is normalised globally
         module.set_force_sum_reduction_for_comms(True)
     return model
 
@@ -370,12 +371,13 @@ def training_state(policy, reference, optimizer) -> dict:
     return {"policy": weights, "optimizer": moments, "reference": dcp_state.get_model_state_dict(reference)}
 
 
-@blame("a checkpoint was not written; those before it stay", BaseException)
+@blame("no checkpoint was written (is the disk full?); older ones stay", BaseException)
 def save_checkpoint(folder: Path, policy, reference, optimizer, state: dict) -> None:
     """Writes policy, reference, Adam moments and `state` with the files' sizes; named once it is whole."""
     unfinished = folder.with_name(f"unfinished-{folder.name}")
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     dist.barrier()
     dcp.save(training_state(policy, reference, optimizer), checkpoint_id=unfinished)
     if dist.get_rank() == 0:
@@ -403,13 +405,13 @@ def open_folder(args, hashes: dict) -> tuple:
                 raise ValueError(f"{', '.join(cut)} cut")
         except Exception as error:
             if dist.get_rank() == 0:
-                print(f"skipped {checkpoint}: {error!r}")
+                print(f"skipped {checkpoint} (damaged: {error})")
             continue
         if changed := [name for name in hashes if state["hashes"].get(name, hashes[name]) != hashes[name]]:
-            fail(f"--resume {folder}: {changed[0]} has changed since the run began; bring it back")
+            fail(f"--resume {folder}: {changed[0]} has changed since; bring it back")
         return folder, lock, checkpoint, state
     if found:
-        fail(f"--resume {folder}: no checkpoint is whole; remove them to begin anew")
+        fail(f"--resume {folder}: no checkpoint is whole; remove them")
     return folder, lock, None, {}
 
 
@@ -421,7 +423,7 @@ def load_checkpoint(folder: Path, policy, reference, optimizer) -> None:
     dcp_state.set_model_state_dict(reference, saved["reference"])
 
 
-@blame("final/ was not written; the checkpoints stay")
+@blame("final/ was not written (is the disk full?)")
 def export(folder: Path, policy, tokens: utils.Tokens, dtype: torch.dtype) -> None:
     """Writes an ordinary Hugging Face folder."""
     policy.to(dtype)
@@ -472,7 +474,7 @@ def parse_args(flags: list[str] | None = None) -> Args:
         default, whose = Args(), "the paper's settings"
     else:
         default = Args(**TOY | (TOY_ONLINE if getattr(named, "online", False) else {}))
-        whose = "the embedded toy and its settings (--model brings the paper's)"
+        whose = "the embedded toy and its settings"
     args = tyro.cli(Args, args=flags, default=default, description=__doc__)
     if os.environ.get("RANK", "0") == "0":
         print(f"{whose};", *(sys.argv[1:] if flags is None else flags))
@@ -486,7 +488,7 @@ def check_flags(args, batch_size: int) -> None:
         if not holds(value := getattr(args, name)):
             fail(f"--{name.replace('_', '-')} is {value}; it must be {text}")
     if not args.dataset:
-        fail(f"--model {args.model} without --dataset: name the data to train on")
+        fail(f"--model {args.model} without --dataset: name one")
     passes = int(os.environ.get("WORLD_SIZE", 1)) * (args.micro_batch_size or 1)
     if batch_size % passes:
         fail(f"a batch of {batch_size} is not a multiple of {passes}, ranks x --micro-batch-size; change one")
@@ -587,10 +589,9 @@ def main(args: Args) -> None:
     # --- shared: prepare
     settings = {"lr": args.lr, "eps": args.adam_eps, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), **settings)
-    run["folder"] = output_dir  # from here on --resume continues it
-    need = 16 * sum(p.numel() for p in policy.parameters()) * bool(args.checkpoint_every)
-    if shutil.disk_usage(output_dir).free < need:
-        fail(f"--output-dir {output_dir}: a checkpoint takes {need / 2**30:.1f} GiB, more than is free")
+    run["folder"] = output_dir  # --resume may continue it
+    if args.checkpoint_every and shutil.disk_usage(output_dir).free < 16 * sum(p.numel() for p in policy.parameters()):
+        fail(f"--output-dir {output_dir}: no room for a checkpoint")
     if rank == 0:
         record = asdict(args) | {"script": Path(__file__).stem, "resume": "", "output_dir": ""}
         utils.write(output_dir / "args.json", json.dumps(record, indent=2))
@@ -734,7 +735,7 @@ def main(args: Args) -> None:
     after, samples_after = evaluation()
     export(output_dir / "final", policy, tokens, final_dtype)
     if log:
-        utils.report(args, output_dir, before, after, samples_before, samples_after)
+        utils.report(output_dir, before, after, samples_before, samples_after)
         log.close()
     # --- end shared: log
     dist.barrier()

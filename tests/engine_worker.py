@@ -4,10 +4,11 @@ import gzip
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from conftest import TOY
+from conftest import TOY, tokens_of
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,14 +24,16 @@ if __name__ == "__main__":
     rows = [json.loads(line)["prompt"] for line in gzip.open(TOY / "prompts_test.jsonl.gz", "rt")][:64]
     prompts = [encode_prompt(tokenizer, [{"role": "user", "content": row}]) for row in rows]
 
-    start = {"dtype": torch.float32, "device": torch.device("cpu"), "max_length": 32}
+    args = SimpleNamespace(model=model, vllm_memory=0.3, trust_remote_code=False, max_new_tokens=12, top_p=0.95)
+    args.generation_batch_size, tokens = 256, tokens_of(tokenizer, {tokenizer.eos_token_id})
     vllm, hf = (
-        start_engine(name, model, **start, memory_share=0.3, trust_remote_code=False) for name in ("vllm", "hf")
+        start_engine(SimpleNamespace(**vars(args), engine=name), torch.float32, torch.device("cpu"), 32)
+        for name in ("vllm", "hf")
     )
-    how = {"seed": (1, 2), "eos_ids": [tokenizer.eos_token_id], "pad_id": 0, "max_new_tokens": 12, "top_p": 0.95}
 
     def look(engine, temperature=0.7):
-        ids, logps = generate(engine, prompts, temperature=temperature, **how)
+        args.temperature = temperature
+        ids, logps = generate(engine, prompts, args, tokens, (1, 2))
         return ids, engine_difference(engine, policy, [Example(0, "", *pair) for pair in zip(prompts, ids)], logps, 0)
 
     report = {}

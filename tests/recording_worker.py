@@ -32,7 +32,7 @@ def weights(model) -> str:
 
 
 def watch(record: list) -> None:
-    policy_of, sync = {}, ORIGINAL_SYNC
+    policy_of, sync, early = {}, ORIGINAL_SYNC, []
 
     def recording_token_logps(model, input_ids, mask, *rest):
         kind = "policy" if model.training else "reference"
@@ -50,6 +50,10 @@ def watch(record: list) -> None:
             token_logps(reference, *PROBE)
         with CommDebugMode() as communication:
             sync(reference, policy)
+        if not record:  # the reference gets its weights, once, before the first step
+            early.append(communication.get_total_counts())
+            assert early == [0]
+            return
         record[-1]["syncs"] += 1
         record[-1]["sync_collectives"] += communication.get_total_counts()
 

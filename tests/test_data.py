@@ -55,8 +55,10 @@ def group_that_stays(monkeypatch):
 def read(path, tokenizer, eos_ids=frozenset({EOS}), script=dpo_humanline, **args):
     """Groups of a file, and what is said about them."""
     sizes, tokens = (2,) if script is dpo_humanline else (1, 2), tokens_of(tokenizer, set(eos_ids))
+    hashes = {}
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        groups = script.load_groups(script.Args(**args), "--dataset", str(path), "train", tokens, sizes)
+        groups = script.load_groups(script.Args(**args), "--dataset", str(path), "train", tokens, sizes, hashes)
+    assert hashes.keys() == {f"--dataset {path}"}
     return groups, said.getvalue()
 
 
@@ -208,9 +210,10 @@ def test_eos_written_only_after_the_last_turn_is_not_trained_on(load):
     assert texts(tokenizer, pair) == ("<|user|>Hi<|end|>\n<|assistant|>", "Hello!<|end|>", "Go.<|end|>")
 
 
-def test_end_of_turn_inside_the_content_does_not_end_the_completion(load):
-    [pair], _ = load([ROW | {"chosen": "a</s>b"}])
-    assert texts(letters(), pair)[1] == "a</s>b</s>"
+def test_end_of_turn_inside_the_completion_drops_the_row_and_is_counted(load):
+    [pair], told = load([ROW | {"chosen": "a</s>b"}, ROW, ROW | {"rejected": "a</s>b"}])
+    assert pair[0].row == 2 and texts(letters(), pair)[1:] == ("Hello!</s>", "Go.</s>")
+    assert "1 rows, 2 dropped {'end of turn inside the completion': 2}" in told
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace("</s>{% endfor", "{% endfor"), None])
@@ -237,8 +240,8 @@ def test_every_end_of_turn_id_of_the_model_is_known(tmp_path):
     generation = json.loads((tmp_path / "model" / "generation_config.json").read_text())
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [1, 7]}))
     args = Args(model=str(tmp_path / "model"), eos_token="rose")
-    tokenizer, eos_ids, pad_id = load_tokens(args, AutoConfig.from_pretrained(args.model))
-    assert eos_ids == {1, 7, 5, tokenizer.convert_tokens_to_ids("rose")} and pad_id == 0
+    tokens = load_tokens(args, AutoConfig.from_pretrained(args.model))
+    assert tokens.eos_ids == {1, 7, 5, tokens.tokenizer.convert_tokens_to_ids("rose")} and tokens.pad_id == 0
 
 
 def test_tokenizer_without_a_pad_token_pads_with_its_end_of_turn(tmp_path):
@@ -280,7 +283,7 @@ def test_dropped_rows_are_counted_by_reason_and_the_others_keep_order_and_line(l
     for reason, count in {
         "completion empty or not one assistant message": 5,
         "chosen equals rejected": 2,
-        "prompt empty or longer than --max-prompt-length 20": 1,
+        "prompt empty or longer than 20 tokens (--max-prompt-length)": 1,
     }.items():
         assert f"'{reason}': {count}" in told
 
@@ -301,7 +304,8 @@ def test_training_prompts_are_those_of_encode_prompt(load, template):
     for pair, (_, *completions) in zip(pairs, PAIRS):
         for x, completion in zip(pair, completions):
             assert x.prompt_ids == encode_prompt(tokenizer, x.prompt)
-            assert x.completion_ids == encode_completion(tokens_of(tokenizer, {EOS}), x.prompt, completion)
+            found = encode_completion(tokens_of(tokenizer, {EOS}), x.prompt, x.prompt_ids, completion)
+            assert found == (x.completion_ids, "")
 
 
 def examples(*sequences) -> list[Example]:
@@ -354,7 +358,7 @@ def stories(tmp_path):
     [("pairs", dpo_humanline, 299), ("pairs", kto_humanline, 299), ("unpaired", kto_humanline, 300)],
 )
 def test_every_real_row_is_kept_or_counted(stories, name, script, rows):
-    tokenizer, eos_ids, pad_id = stories
+    tokenizer, eos_ids, pad_id, *_ = stories
     groups, told = read(SHARED / "preferences" / f"{name}.jsonl", tokenizer, eos_ids, script)
     kept, dropped = map(int, re.search(r"(\d+) rows, (\d+) dropped", told).groups())
     assert kept == len(groups) > 100 and kept + dropped == rows and pad_id == tokenizer.eos_token_id

@@ -97,7 +97,7 @@ def test_min_avg_logp_drops_the_pairs_below_it(tmp_path):
     assert 0 < low < 128 and f": {low} of 128 rows dropped" in line
 
 
-def test_card_outputs_and_samples_tell_what_was_trained(tmp_path):
+def test_outputs_and_samples_tell_what_was_trained(tmp_path):
     prompts = ["for king", "for king", "for queen", "for king", "for boy", "for girl", "for queen", "for man"]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     folder = tmp_path / "run"
@@ -109,18 +109,14 @@ def test_card_outputs_and_samples_tell_what_was_trained(tmp_path):
     after = [line for line in output.splitlines() if line.startswith("after: ")]
     first = [outputs[prompts.index(prompt)]["output"] for prompt in shown]
     assert [line.removeprefix("after: ").partition("  [reward")[0] for line in after] == first
-    card, summary = (folder / "final" / "README.md").read_text(), json.loads((folder / "summary.json").read_text())
-    assert "`dpo_humanline.py`" in card and f"`{TOY / 'policy'}` on `{PAIRS}`" in card and "3 steps" in card
-    settings = json.loads(card.partition("Settings: `")[2].partition("`")[0])
-    assert settings | {"resume": ""} == json.loads((folder / "args.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text())
     for key, (mean, error) in summary["after"].items():
-        row = next(line for line in card.splitlines() if line.startswith(f"{key} "))
-        assert row in output and row.endswith(f"{mean:10.3f} ± {error:7.3f}")
+        row = next(line for line in output.splitlines() if line.startswith(f"{key} "))
+        assert row.endswith(f"{mean:10.3f} ± {error:7.3f}")
 
 
 def test_without_evaluation_there_is_no_table_of_results(tmp_path):
     output = run_ranks(1, [[*UNEVALUATED, "--output-dir", str(tmp_path / "run")]])
-    assert "not evaluated" in output and "standard error" not in output and "prompt: " not in output
-    assert "standard error" not in (tmp_path / "run" / "final" / "README.md").read_text()
+    assert "nothing was evaluated" in output and "standard error" not in output and "prompt: " not in output
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == {"before": {}, "after": {}}
     assert not (tmp_path / "run" / "outputs.json").exists()

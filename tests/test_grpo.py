@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import grpo_humanline
 from grpo_humanline import Args, group_advantages, grpo_loss, make_group, parse_args, read_row
-from utils import Example, encode_group
+from utils import DIVERGED, Example, encode_group
 
 TOY = ROOT / "toy" / "tales"
 RUN = ["--num-steps", "4", "--warmup-fraction", "0", "--batch-size", "16", "--lr", "3e-3", "--beta", "0.1"]
@@ -490,8 +490,8 @@ JUDGED = ["--online", "--reward-model", str(TOY / "reward_model")]
     [
         (["--batch-size", "7"], "--batch-size 7 is not a multiple of 2, the sequences of a group"),
         (["--batch-size", "12"], "data.jsonl: 5 rows are left, and a batch takes 6"),
-        (["--group-size", "3"], "--group-size 3 must be at least 2, and offline 2 or the data's 2"),
-        (["--group-size", "1"], "--group-size 1 must be at least 2"),
+        (["--group-size", "3"], "--group-size 3 must be 2 or more, and offline 2 or the data's 2"),
+        (["--group-size", "1"], "--group-size 1 must be 2 or more"),
         (["--epsilon", "0"], "--epsilon is 0"),
         (["--epsilon", "nan"], "--epsilon is nan"),
         (["--beta", "-1"], "--beta is -1"),
@@ -517,7 +517,7 @@ def test_rewards_that_are_not_finite_stop_the_round_and_name_the_reward_model(da
     judge = spoil(tmp_path / "judge", TOY / "reward_model", "score.weight")
     with pytest.raises(SystemExit):
         main(*ONLINE, "--dataset", data["prompts"], "--reward-model", judge, "--output-dir", tmp_path / "run")
-    assert f"--reward-model {judge} gives scores that are not finite" in capsys.readouterr().err
+    assert f"the scores of --reward-model {judge} are {DIVERGED}" in capsys.readouterr().err
 
 
 def test_rewards_that_are_all_equal_stop_the_round_and_say_what_to_change(data, tmp_path, capsys):

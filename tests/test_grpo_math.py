@@ -251,7 +251,7 @@ def test_rows_that_cannot_train_are_dropped_and_counted(tmp_path, capsys):
     rows += [ROW | {"answer": "\\frac{"}, ROW | {"problem": "2 " * 99}]
     main(*written(tmp_path, *rows), "--max-prompt-length", "40")
     output = capsys.readouterr().out
-    assert "p.jsonl: 11 rows, 2 dropped {'prompt empty or longer than --max-prompt-length 40': 2}" in output
+    assert "p.jsonl: 11 rows, 2 dropped {'prompt empty or longer than 40 tokens (--max-prompt-length)': 2}" in output
     assert "p.jsonl: 8 of them have an answer that can be parsed" in output
 
 
@@ -269,7 +269,7 @@ def test_numbers_are_golds_that_right_answers_equal(tmp_path, grader, one_rank):
     rows = [ROW | {"answer": number} for number in (5.0, 1e-5, 1e20, 3)]
     (tmp_path / "n.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     file, tokens = ("--dataset", str(tmp_path / "n.jsonl"), ""), tokens_of(AutoTokenizer.from_pretrained(POLICY), {5})
-    groups = load_groups(parse_args([]), *file, tokens, (0,))
+    groups = load_groups(parse_args([]), *file, tokens, (0,), {})
     kept, golds = with_answers(grader, *file, groups)
     dist.destroy_process_group()
     assert kept == groups and [group[0].row for group in kept] == list(golds) == [1, 2, 3, 4]
@@ -287,7 +287,7 @@ def test_numbers_are_golds_that_right_answers_equal(tmp_path, grader, one_rank):
         ([ROW | {"problem": 5}], "line 1: problem must be a string"),
         ([ROW | {"answer": [5]}], "line 1: answer and solution must be strings"),
         ([{"problem": "2 45", "solution": 5}], "line 1: answer and solution must be strings"),
-        ([ROW | {"answer": ""}], "no row has an answer that can be parsed"),
+        ([ROW | {"answer": ""}], "no answer can be parsed"),
         ([ROW | {"problem": " "}], "p.jsonl: 0 rows, 1 dropped {'prompt empty"),
         ([ROW] * 3, "3 rows are left, and a batch takes 4; lower it"),
     ],
@@ -308,10 +308,9 @@ def test_bad_rows_are_named(tmp_path, capsys, rows, said):
         (["--group-size", "1"], "--group-size is 1; it must be at least 2"),
         (["--temperature", "0"], "--temperature is 0.0"),
         (["--epsilon", "nan"], "--epsilon is nan"),
-        (["--beta", "-1"], "--beta is -1.0; it must be a finite number, at least 0"),
+        (["--beta", "-1"], "--beta is -1.0; it must be finite and at least 0"),
         (["--eval-samples-per-problem", "0"], "--eval-samples-per-problem is 0"),
         (["--micro-batch-size", "5"], "a batch of 128 is not a multiple of 5, ranks x --micro-batch-size"),
-        (["--max-length", "100"], "--max-length 100 must be above --max-prompt-length 512"),
     ],
 )
 def test_values_out_of_range_name_flag_and_range(capsys, wrong, said):
@@ -335,8 +334,11 @@ def test_a_folder_with_a_run_is_refused(whole, data, capsys):
     before = (whole / "args.json").read_bytes()
     with pytest.raises(SystemExit):
         main(*RESUMED, data, "--output-dir", whole)
-    assert f"--output-dir {whole} already holds a run" in capsys.readouterr().err
+    assert f"--output-dir {whole} holds a run" in capsys.readouterr().err
     assert (whole / "args.json").read_bytes() == before
+
+
+TOO_LONG = "0 rows, 64 dropped {'prompt empty or longer than"
 
 
 @pytest.mark.parametrize(
@@ -356,8 +358,12 @@ def test_a_folder_with_a_run_is_refused(whole, data, capsys):
         (["--warmup-fraction", 2], "--warmup-fraction is 2.0"),
         (["--log-epsilon-P=0.5"], "--log-epsilon-P is 0.5"),
         (["--log-epsilon-R=-0.5"], "--log-epsilon-R is -0.5"),
-        (["--max-prompt-length", 1, "--max-length", 9], "0 rows, 64 dropped {'prompt empty or longer than --max-prom"),
-        (["--output-dir", "empty.jsonl"], "--output-dir empty.jsonl: empty.jsonl is no folder"),
+        (["--max-prompt-length", 1, "--max-length", 9], f"{TOO_LONG} 1 tokens (--max-prompt-length)': 64}}"),
+        (["--max-length", 3], f"{TOO_LONG} 2 tokens (--max-prompt-length)': 64}}"),
+        (
+            ["--output-dir", "empty.jsonl"],
+            "--output-dir empty.jsonl (does another process use it?): [Errno 20] Not a directory: 'empty",
+        ),
         (["--resume", "absent"], "--resume absent: [Errno 2] No such file"),
     ],
 )

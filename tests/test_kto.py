@@ -196,7 +196,7 @@ def test_labels_that_are_not_booleans_are_named(tmp_path, label, capsys):
     rows = [{"prompt": "about cat", "completion": "the", "label": value} for value in (True, label)]
     tokens = tokens_of(AutoTokenizer.from_pretrained(TOY / "policy"), {5})
     with pytest.raises(SystemExit):
-        load_groups(Args(), "--dataset", write(tmp_path / "bad.jsonl", rows), "train", tokens, (1, 2))
+        load_groups(Args(), "--dataset", write(tmp_path / "bad.jsonl", rows), "train", tokens, (1, 2), {})
     error = capsys.readouterr().err
     assert f"bad.jsonl, line 2: label must be true or false, not {label!r}" in error
 

@@ -178,7 +178,7 @@ def test_a_sampler_with_stale_weights_stops_the_run(tmp_path):
         f"sys.argv[0] = {str(ROOT / 'tests' / 'worker.py')!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     message = refused([*RUN, "--output-dir", str(tmp_path / "run")], worker=str(worker))
-    assert "differ from the policy's" in message and "--engine" in message
+    assert "samples another model: its log-probs differ by" in message and "--engine" in message
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="no real data beside the checkout")

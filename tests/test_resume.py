@@ -91,7 +91,7 @@ def test_flags_beside_resume_win_and_are_said_and_recorded(uninterrupted, tmp_pa
     output = run_ranks(1, [["--resume", str(folder), "--lr", "1e-4", "--num-steps", "12"]])
     said = next(line for line in output.splitlines() if line.startswith(f"the settings of {folder}; "))
     assert said.count("--") == 3 + str(folder).count("--")
-    assert all(f" {flag}" in said for flag in ("--lr 0.0001", "--num-steps 12", f"--resume {folder}"))
+    assert all(f" {flag}" in said for flag in ("--lr 1e-4", "--num-steps 12", f"--resume {folder}"))
     before, after = (json.loads((f / "args.json").read_text()) for f in (uninterrupted[1], folder))
     assert after == before | {"lr": 1e-4, "num_steps": 12}
     assert [step["lr"] for step in metrics(folder)][8:] == [1e-3, 1e-3, 1e-4, 1e-4]

@@ -33,7 +33,7 @@ def script(request):
 def test_a_model_of_ones_own_gets_the_papers_settings_and_the_first_line_says_so(script, capsys):
     args = asdict(script.parse_args(["--model", "mine", "--dataset", "data.jsonl", "--seed", "3"]))
     assert args.items() >= (PAPER[script.__name__] | COMMON).items() and args["eval_dataset"] == ""
-    assert capsys.readouterr().out == "the paper's settings; --dataset data.jsonl --seed 3 --model mine\n"
+    assert capsys.readouterr().out == "the paper's settings; --model mine --dataset data.jsonl --seed 3\n"
 
 
 @pytest.mark.parametrize("flags", [[], ["--dataset", "data.jsonl"]], ids=["nothing", "data"])

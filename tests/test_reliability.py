@@ -1,0 +1,326 @@
+"""Nothing is silently wrong and nothing is lost: weights, data, folders, checkpoints, disks and kills.
+
+Runs are real processes; what is broken here is broken on disk or by a signal, never in the code.
+"""
+
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import PAIRS, ROOT, TOY, finish, free_port, metrics, refused, run_ranks, start_ranks
+from safetensors.torch import load_file, save_file
+
+SHORT = ["--num-steps", "2", "--batch-size", "4", "--eval-samples", "0", "--checkpoint-every", "0", "--k", "2"]
+SHORT += ["--dataset", PAIRS, "--max-new-tokens", "8", "--engine", "hf"]
+RUN = ["--num-steps", "12", "--k", "3", "--batch-size", "8", "--checkpoint-every", "4", "--eval-samples", "8"]
+RUN += ["--dataset", PAIRS, "--eval-dataset", PAIRS, "--max-new-tokens", "12", "--engine", "hf"]
+
+
+def changed_policy(folder, weights=lambda found: found, **config):
+    """The toy policy with other weights, or another config."""
+    shutil.copytree(TOY / "policy", folder)
+    save_file(weights(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | config))
+    return str(folder)
+
+
+def same(folder, whole):
+    assert metrics(folder, without_perf=True) == metrics(whole, without_perf=True)
+    for file in ("summary.json", "final/model.safetensors"):
+        assert (folder / file).read_bytes() == (whole / file).read_bytes(), file
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run_ranks(1, [[*RUN, "--output-dir", str(folder)]])
+    return folder
+
+
+# --- weights ---
+
+
+def without(part):
+    return lambda found: {key: value for key, value in found.items() if part not in key}
+
+
+def renamed(found):
+    return {key.replace("up_proj", "upward"): value for key, value in found.items()}
+
+
+def narrower(found):
+    return found | {"lm_head.weight": found["lm_head.weight"][:-1].contiguous()}
+
+
+@pytest.mark.parametrize(
+    ("weights", "config", "named"),
+    [
+        (without("mlp.down_proj"), {}, "missing: model.layers.0.mlp.down_proj.weight"),
+        (without("lm_head"), {}, "1 missing: lm_head.weight"),
+        (renamed, {}, "unexpected: model.layers.0.mlp.upward.weight"),
+        (narrower, {}, "1 mismatched: lm_head.weight"),
+        (dict, {"num_hidden_layers": 5}, "missing: model.layers."),
+        (dict, {"num_hidden_layers": 1}, "unexpected: model.layers.1."),
+    ],
+)
+def test_weights_that_are_not_those_of_the_config_are_named(tmp_path, weights, config, named):
+    model = changed_policy(tmp_path / "model", weights, **config)
+    said = refused([*SHORT, "--model", model, "--output-dir", str(tmp_path / "run")])
+    assert said.startswith(f"error: --model {model}: its weights are not those of its config.json") and named in said
+    assert not (tmp_path / "run" / "args.json").exists()
+
+
+def test_a_classifier_is_no_policy_and_a_causal_model_is_no_judge(tmp_path):
+    said = refused([*SHORT, "--model", str(TOY / "reward_model")])
+    assert "missing: lm_head.weight" in said and "unexpected: score.weight" in said
+    for labels in ({}, {"num_labels": 1}):
+        model = changed_policy(tmp_path / f"judge{len(labels)}", **labels)
+        said = refused([*SHORT, "--model", str(TOY / "policy"), "--reward-model", model, "--eval-dataset", PAIRS])
+        assert f"--reward-model {model}: its weights" in said and "missing: score.weight" in said
+
+
+def test_buffers_of_old_files_and_tied_heads_are_no_fault(tmp_path, tied_policy):
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    model = changed_policy(tmp_path / "old", lambda found: found | old)
+    runs = [[*SHORT, "--model", str(TOY / "policy")], [*SHORT, "--model", model], [*SHORT, "--model", tied_policy]]
+    run_ranks(1, [[*run, "--output-dir", str(tmp_path / str(i))] for i, run in enumerate(runs)])
+    assert metrics(tmp_path / "0", True) == metrics(tmp_path / "1", True)
+    assert len(metrics(tmp_path / "2")) == 2
+
+
+# --- data ---
+
+
+def test_other_content_under_the_same_name_and_time_is_another_run(tmp_path):
+    rows = open(PAIRS).read().splitlines(keepends=True)
+    path, runs = tmp_path / "pairs.jsonl", [str(tmp_path / name) for name in "ab"]
+    command = [*SHORT, "--dataset", str(path), "--checkpoint-every", "1", "--output-dir"]
+    for run, part in zip(runs, (rows[:60], rows[60:120])):
+        path.write_text("".join(part))
+        os.utime(path, (10**9, 10**9))
+        run_ranks(1, [[*command, run]])
+    assert [step["loss"] for step in metrics(runs[0])] != [step["loss"] for step in metrics(runs[1])]
+    said = refused(["--resume", runs[0], "--num-steps", "4"])
+    assert said.startswith(f"error: --resume {runs[0]}: --dataset {path} has changed since")
+    assert len(metrics(runs[0])) == 2
+    run_ranks(1, [["--resume", runs[1], "--num-steps", "4"]])  # the same content
+    path.rename(tmp_path / "moved.jsonl")
+    run_ranks(1, [["--resume", runs[1], "--num-steps", "5", "--dataset", str(tmp_path / "moved.jsonl")]])
+    assert len(metrics(runs[1])) == 5
+
+
+# --- folders ---
+
+
+def start(*arguments):
+    """The script as users start it, in a process group of its own."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    return subprocess.Popen([sys.executable, ROOT / "dpo_humanline.py", *map(str, arguments)], **pipes)
+
+
+def lines(folder):
+    path = folder / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def test_a_second_process_is_refused_and_the_first_one_loses_nothing(whole, tmp_path):
+    folder, slow = tmp_path / "run", ["--num-steps", "3000", "--checkpoint-every", "50"]
+    first = start(*RUN, *slow, "--output-dir", folder)
+    try:
+        while not (folder / "checkpoints" / "step-50").exists() and first.poll() is None:
+            time.sleep(0.01)
+        before = lines(folder)
+        said = refused(["--resume", str(folder)])
+        assert re.fullmatch(rf"error: --output-dir {folder} \(does another process use it\?\): .*lock.*\n", said)
+        assert "already holds" not in refused([*RUN, "--output-dir", str(folder)])
+        assert first.poll() is None and lines(folder) >= before
+        os.killpg(first.pid, signal.SIGKILL)
+    finally:
+        first.kill()
+        first.communicate()
+    done = [step["step"] for step in metrics(folder)]
+    assert done == list(range(len(done))) and len(done) >= 50
+    run_ranks(1, [["--resume", str(folder), "--num-steps", str(len(done) + 1)]])  # the lock went with the process
+
+
+def test_two_processes_that_begin_at_once_do_not_share_a_folder(tmp_path):
+    arguments = [*RUN, "--num-steps", "400", "--output-dir", tmp_path / "run"]
+    both = [start(*arguments) for _ in range(2)]
+    outputs = [process.communicate(timeout=200)[0] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 1], outputs
+    assert [step["step"] for step in metrics(tmp_path / "run")] == list(range(400))
+
+
+def test_checkpoints_without_the_settings_of_their_run_are_refused(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    (folder / "args.json").unlink()
+    assert f"--output-dir {folder} holds a run" in refused([*RUN, "--output-dir", str(folder)])
+    assert "args.json" in refused(["--resume", str(folder)])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"lr": 1}', "null", '{"script": "dpo_humanline", "speed": 3}'])
+def test_args_json_that_is_no_runs_is_named(whole, tmp_path, text):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    (folder / "args.json").write_text(text)
+    said = refused(["--resume", str(folder)])
+    assert said.startswith(f"error: --resume {folder}: ") and lines(folder) == 12
+
+
+def test_a_run_is_resumed_by_the_script_that_made_it(whole):
+    said = refused(["--resume", str(whole)], script="kto_humanline")
+    assert said == f"error: --resume {whole}: its args.json is not that of a run of kto_humanline.py\n"
+
+
+# --- checkpoints ---
+
+
+def cut(path, share=0.5):
+    os.truncate(path, int(path.stat().st_size * share))
+
+
+DAMAGES = {
+    "an empty shard": lambda step: cut(step / "__0_0.distcp", 0),
+    "a cut shard": lambda step: cut(step / "__0_0.distcp"),
+    "no shard": lambda step: (step / "__0_0.distcp").unlink(),
+    "no metadata": lambda step: (step / ".metadata").unlink(),
+    "a cut state": lambda step: cut(step / "state.json"),
+    "an empty state": lambda step: cut(step / "state.json", 0),
+    "no state": lambda step: (step / "state.json").unlink(),
+    "another state": lambda step: (step / "state.json").write_text("[1]"),
+    "an empty folder": lambda step: (shutil.rmtree(step), step.mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_resume_takes_the_newest_checkpoint_that_is_whole(whole, tmp_path, damage):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    shutil.copytree(folder / "checkpoints" / "step-8", folder / "checkpoints" / "step-99.bak")
+    DAMAGES[damage](folder / "checkpoints" / "step-12")
+    output = run_ranks(1, [["--resume", str(folder)]])
+    skipped = [line for line in output.splitlines() if line.startswith("skipped")]
+    assert len(skipped) == 1 and skipped[0].startswith(f"skipped {folder / 'checkpoints' / 'step-12'} (damaged: ")
+    same(folder, whole)
+
+
+def test_no_checkpoint_that_is_whole_is_an_error_and_the_metrics_stay(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    for step in (folder / "checkpoints").iterdir():
+        cut(step / "__0_0.distcp")
+    assert f"--resume {folder}: no checkpoint is whole" in refused(["--resume", str(folder)])
+    assert lines(folder) == 12
+
+
+# --- disks ---
+
+
+@pytest.mark.parametrize("name", ["file/run", "proc", "long"])
+def test_a_folder_that_cannot_be_is_told_before_the_model_is_loaded(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    folder = {"proc": "/proc/run", "long": str(tmp_path / ("x" * 300))}.get(name, str(tmp_path / name))
+    weightless = shutil.copytree(TOY / "policy", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    said = refused([*SHORT, "--model", str(weightless), "--output-dir", folder])
+    assert folder in said and said.count("\n") == 1
+    assert re.search("Not a directory|No such file|Permission denied|File name too long", said)
+
+
+@pytest.mark.parametrize("limit", [300_000, 2_000])  # bytes of a file: too few for a shard, and for the metrics as well
+def test_a_disk_that_is_full_ends_with_one_line_and_the_last_checkpoint_resumes(whole, tmp_path, limit):
+    folder = tmp_path / "run"
+    process = start(*RUN, "--num-steps", "2000", "--output-dir", folder)
+    while not (folder / "checkpoints" / "step-4").exists() and process.poll() is None:
+        time.sleep(0.002)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, limit))
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 1 and "Traceback" not in output, output[-3000:]
+    (told,) = re.findall(r"error: (.*)", output)
+    assert (
+        told.startswith("no checkpoint was written (is the disk full?); older ones stay: ") or "File too large" in told
+    )
+    assert limit == 2_000 or told.startswith("no checkpoint")
+    run_ranks(1, [["--resume", str(folder), "--num-steps", "12"]])
+    same(folder, whole) if limit > 2_000 else None
+    assert lines(folder) == 12
+
+
+def test_one_rank_that_cannot_write_ends_all_of_them(tmp_path):
+    folder = tmp_path / "run"
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    command = [
+        sys.executable,
+        *launch,
+        ROOT / "dpo_humanline.py",
+        *RUN,
+        "--num-steps",
+        "300",
+        "--checkpoint-every",
+        "100",
+    ]
+    command += ["--output-dir", folder]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        while lines(folder) < 1 and process.poll() is None:
+            time.sleep(0.002)
+        (folder / "checkpoints" / "step-100").write_text("")  # where rank 0, and no other, is to put one
+        output = process.communicate(timeout=120)[0]
+    assert process.returncode == 1 and lines(folder) == 100
+    assert len(re.findall("error: no checkpoint was written", output)) == 1
+    assert 'dpo_humanline.py", line' not in output  # no traceback but that of torchrun
+
+
+# --- kills ---
+
+SCRIPTS = {
+    "dpo_humanline": RUN,
+    "kto_humanline": RUN,
+    "grpo_humanline": [*RUN, "--online", "--round-prompts", "10", "--temperature", "1", "--eval-samples", "4"],
+    "grpo_math_humanline": ["--num-steps", "6", "--sample-every", "3", "--prompts-per-step", "4", "--group-size", "4"],
+}
+SCRIPTS["grpo_math_humanline"] += ["--k", "2", "--checkpoint-every", "2", "--eval-samples", "4", "--engine", "hf"]
+KILLS = [(script, ranks) for script in SCRIPTS for ranks in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    made = {}
+
+    def run(script, ranks):
+        if (script, ranks) not in made:
+            made[script, ranks] = tmp_path_factory.mktemp(script) / "run"
+            run_ranks(ranks, [[*SCRIPTS[script], "--output-dir", str(made[script, ranks])]], script=script)
+        return made[script, ranks]
+
+    return run
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize(("script", "ranks"), KILLS)
+def test_a_run_ended_at_any_moment_goes_on_as_if_nothing_had_happened(undisturbed, tmp_path, script, ranks, number):
+    whole, folder = undisturbed(script, ranks), tmp_path / "run"
+    processes = start_ranks(ranks, [[*SCRIPTS[script], "--output-dir", str(folder)]], script=script)
+    while not (folder / "args.json").exists() and processes[0].is_alive():
+        time.sleep(0.002)
+    time.sleep(random.Random(f"{script}{ranks}{number}").uniform(0, 2.0))
+    for process in processes[: 1 if number == signal.SIGINT else ranks]:  # SIGINT: one rank alone, and all end together
+        if process.is_alive():
+            os.kill(process.pid, number)
+    if number == signal.SIGINT:  # a rank that is told at an evaluation ends at once, and a launcher ends the others
+        processes[0].join(100)
+        time.sleep(1)
+        for process in processes[1:]:
+            process.kill()
+    outputs = finish(processes)
+    codes = {process.exitcode for process in processes[:1]}
+    assert codes <= {0, -9 if number == signal.SIGKILL else 128 + number}, outputs
+    if codes == {128 + number}:
+        assert f"--resume {folder}" in outputs[0]
+    run_ranks(ranks, [["--resume", str(folder)]], script=script)
+    same(folder, whole)
