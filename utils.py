@@ -151,7 +151,7 @@ def encode_completion(tokens: Tokens, prompt, prompt_ids: list[int], completion:
         before = render(tokenizer, prompt, add_generation_prompt=True)
         whole = render(tokenizer, [*prompt, {"role": "assistant", "content": completion}])
         if not whole.startswith(before):
-            raise ValueError("the chat template renders a prompt differently once it is answered; --chat-template")
+            raise ValueError("the chat template renders a prompt differently once it is answered: pass --chat-template")
         completion, text = whole[len(before) :], completion
         if "".join(text.split()) not in "".join(completion.split()):
             return [], "completion changed by the chat template"
@@ -631,8 +631,8 @@ def report(folder: Path, before: dict, after: dict, samples_before: list, sample
 # --- grading ---
 # math_verify runs in worker processes: an answer that never ends, eats memory or crashes takes one with it.
 _TIDY = {  # what math_verify reads otherwise
-    r"(?s)\A.*(?=.{20}\\(?:boxed|fbox))": "",  # the rest of a long text costs time
-    r"\*\*|\\! ?|[\u200b-\u200d\u2060\ufeff]": "",
+    r"(?s)\A.*(?=.{20}\\(?:boxed|fbox))": "",  # saves time
+    r"(?<!\w)\*\*|\*\*(?!\w)|\\! ?|[\u200b-\u200d\u2060\ufeff]": "",
     "[‐-―−]": "-",
     r"(?:(?<!\\)\\(?:[,;: ]|q?quad\b)|~|[^\S\n])+": " ",
     r"(?<=\d) (?=(?:\d{3} )*\d{3}(?!\d))": "",
@@ -640,12 +640,12 @@ _TIDY = {  # what math_verify reads otherwise
     r"(?<![\w.])([\d.]+)[eE]\+?(-?\d+)(?!\w)": r"\1\\times 10^{\2}",
     r"≈|\\approx": "=",
 }
-_GLUED = r"(?:[\d*/^_]|(?:\S ?|^)[+-]|times|cdot|div) ?$"  # to a box from the left, and from the right
+_GLUED = r"(?:[\d*/^_]|(?:\S ?|^)[+-]|times|cdot|div) ?$"  # to a box, from both sides
 _GLUED_ON = r"[A-Za-z(\d]| ?(?:\d{3}\b|[+*/!]|-[\d\\]|\^(?!\{?\\)|\\(?:times|cdot|div|sqrt|pi))"
 _IS = r"(?s:.*)(?:(?i:answer)\b[^.:=\n]{0,50}?(?:\bis\b|[:=])|\bA:)[\s:]*(.+?)\.?\s*(?:\n|\.\s|$)"
 _SHORT = r"[A-Za-z) ]+|(?:\\[A-Za-z]+|[^A-Za-z$*]|\b[A-Za-z]\b|or|and)+"  # a word, or nothing but math
 _PROSE = r"(?<!\\)(\$|\\[(\[])|(?i:answer)|(?<![\\A-Za-z])[A-Za-z]{2,}\s+[A-Za-z]{2,}"
-_NAME = r"\s*(?:\\?[A-Za-z]|\\?[A-Za-z]{3,}|\\text\{[^}]*\})(?:_\{?\w+\}?)?(?:\(\w\))?\s*"  # a variable, x_1 or f(2)
+_NAME = r"\s*(?:\\?[A-Za-z]|\\?[A-Za-z]{3,}|\\text\{[^}]*\})(?:_\w|_\{\w+\})?(?:\(\w\))?\s*"  # x, x_1, f(2)
 
 
 def start_grader(workers: int = 0, time_limit: float = 5.0):
@@ -655,7 +655,6 @@ def start_grader(workers: int = 0, time_limit: float = 5.0):
     from pebble import ProcessPool
 
     context = multiprocessing.get_context("forkserver")  # a plain fork would inherit the threads of CUDA and gloo
-    # what a worker would import, in 6 s
     context.set_forkserver_preload(["torch", "transformers.models.auto.modeling_auto", "datasets", "math_verify"])
     pool = ProcessPool(workers or max(1, min(cores, 8)), max_tasks=1000, initializer=_start_worker, context=context)
     pool.time_limit = time_limit
@@ -724,7 +723,7 @@ def _judge_all(pool, jobs: list[tuple]) -> list[bool | None]:
     for future in [pool.schedule(_judge, (*job, pool.time_limit), timeout=clock) for job in distinct[rank::world]]:
         try:
             own.append(future.result())
-        except (ProcessExpired, TimeoutError, MemoryError, RecursionError):
+        except (ProcessExpired, TimeoutError, MemoryError, RecursionError, TypeError, ValueError):
             own.append(None)
     parts = [own] * world
     if world > 1:
@@ -759,9 +758,10 @@ def _judge(gold: str, answer: str | None, time_limit: float) -> bool:
 
 @lru_cache(256)
 def _read_answer(text: str, is_gold: bool) -> tuple:
-    """In a worker: the answer in a text, a sympy object or None, and how many = are in it."""
+    """In a worker: the answer in a text, a sympy object or None, and whether it is an equation."""
     from latex2sympy2_extended.math_normalization import extract_boxed_content
     from math_verify import LatexExtractionConfig, parse
+    from sympy import Eq
 
     for pattern, new in _TIDY.items():
         text = re.sub(pattern, new, text)
@@ -770,21 +770,21 @@ def _read_answer(text: str, is_gold: bool) -> tuple:
         before, box, text = text[:start], text[start:], extract_boxed_content(text[start:], "last")
         after = box.partition(text or "}")[2].lstrip()[1:]
         if not is_gold and (re.search(_GLUED, before) or re.match(_GLUED_ON, after)):
-            return None, 0
+            return None, False
     elif not is_gold:
         if (last := re.match(_IS, text)) and re.fullmatch(_SHORT, last[1]):
             text = last[1]
         elif re.search(_PROSE, re.sub(r"\{[^{}]*\}", "", text)):
             text = [*parse(text, extraction_mode="first_match", parsing_timeout=None), text, text][1]
     text = re.sub(r"^\(?([A-Z])[).]*$", r"\1", text.strip("\n ,:;=").rstrip(". "))
-    sides = re.split(r"(?<![<>!])=", text)
+    sides = re.split(r"(?<![<>!])=|\\in\b", text)
     if len(sides) == 2 and (named := [re.fullmatch(_NAME, side) is not None for side in sides]) != [False, False]:
         text = sides[0] if named[1] else sides[1]
     if re.search(r"(?:^|[=(,])\s*-?[\d.]+\s+\d", text):  # it would add them up
-        return None, 0
+        return None, False
     if re.fullmatch(r"(?!inf)[A-Za-z ]{3,}", text) and not re.search(r"\b(or|and)\b", text):
         text = f"\\text{{{text}}}"
     config = [LatexExtractionConfig(boxed_match_priority=0)]
     found = [*parse(f"\\boxed{{{text}}}", config, "no_fallback", "first_match", None), None][0]
     parts = getattr(found, "_unsorted_args", 2 * found.args) if getattr(found, "is_FiniteSet", False) else ()
-    return (found if len(set(parts)) == len(parts) else None), text.count("=")  # not [5, 5] or {5, 5}
+    return (found if len(set(parts)) == len(parts) else None), hasattr(found, "has") and found.has(Eq)

@@ -120,7 +120,6 @@ x < 5 | x > 5 | x \le 5 | 5 | x = 5
 """
 TIMES_OUT = {
     "tower": ENDLESS,
-    "Python's tower": "the answer is 9**9**9**9",
     "factorial": "10^{10^{10}}!",
     "binomial": r"\binom{10^{10}}{10^9}",
     "sum": r"\sum_{n=1}^{10^{12}} \frac{1}{n^2+\sin n}",
@@ -130,6 +129,7 @@ TIMES_OUT = {
     "digits": "7" * (3 * 10**6),
 }
 ENDS = {
+    "Python's tower": "the answer is 9**9**9**9",
     "empty": "",
     "blank": " \n ",
     "NUL": "\0\1\0",
