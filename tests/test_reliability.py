@@ -3,6 +3,8 @@
 Runs are real processes; what is broken here is broken on disk or by a signal, never in the code.
 """
 
+import gzip
+import itertools
 import json
 import os
 import random
@@ -236,7 +238,7 @@ def test_a_folder_that_cannot_be_is_told_before_the_model_is_loaded(tmp_path, na
 @pytest.mark.parametrize("limit", [300_000, 2_000])  # bytes of a file: too few for a shard, and for the metrics as well
 def test_a_disk_that_is_full_ends_with_one_line_and_the_last_checkpoint_resumes(whole, tmp_path, limit):
     folder = tmp_path / "run"
-    process = start(*RUN, "--num-steps", "2000", "--output-dir", folder)
+    process = start(*RUN, "--num-steps", "2000", "--warmup-fraction", "0", "--output-dir", folder)
     while not (folder / "checkpoints" / "step-4").exists() and process.poll() is None:
         time.sleep(0.002)
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, limit))
@@ -280,13 +282,15 @@ def test_one_rank_that_cannot_write_ends_all_of_them(tmp_path):
 
 KILLED = ["--num-steps", "8", "--k", "3", "--batch-size", "8", "--checkpoint-every", "3", "--eval-samples", "4"]
 KILLED += ["--max-new-tokens", "12", "--engine", "hf"]
-SCRIPTS = {
-    "dpo_humanline": KILLED,
-    "kto_humanline": KILLED,
-    "grpo_humanline": [*KILLED, "--online", "--round-prompts", "10", "--temperature", "1"],
-    "grpo_math_humanline": ["--num-steps", "6", "--sample-every", "3", "--prompts-per-step", "4", "--group-size", "4"],
+MATH = ["--num-steps", "6", "--sample-every", "3", "--prompts-per-step", "4", "--group-size", "4", "--k", "2"]
+MATH += ["--checkpoint-every", "2", "--eval-samples", "4", "--engine", "hf"]
+ONLINE = ["--online", "--round-prompts", "10", "--temperature", "1"]
+SCRIPTS = {  # flags, and the first rows of which toy data
+    "dpo_humanline": (KILLED, "bouquets/preferences"),
+    "kto_humanline": (KILLED, "tales/preferences"),
+    "grpo_humanline": ([*KILLED, *ONLINE], "tales/prompts"),
+    "grpo_math_humanline": (MATH, "shell_game/problems"),
 }
-SCRIPTS["grpo_math_humanline"] += ["--k", "2", "--checkpoint-every", "2", "--eval-samples", "4", "--engine", "hf"]
 KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
 KILLS = [(script, ranks, number) for script in list(SCRIPTS)[:3] for ranks in (1, 2) for number in (KILL, TERM, INT)]
 KILLS += [("grpo_math_humanline", 1, KILL), ("grpo_math_humanline", 1, TERM), ("grpo_math_humanline", 2, INT)]
@@ -294,12 +298,19 @@ KILLS += [("grpo_math_humanline", 1, KILL), ("grpo_math_humanline", 1, TERM), ("
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    made = {}
+    """Makes, once, the flags of a short run and the folder of the run that nothing ended."""
+    made, data = {}, tmp_path_factory.mktemp("data")
 
     def run(script, ranks):
         if (script, ranks) not in made:
-            made[script, ranks] = tmp_path_factory.mktemp(script) / "run"
-            run_ranks(ranks, [[*SCRIPTS[script], "--output-dir", str(made[script, ranks])]], script=script)
+            flags, name = SCRIPTS[script]
+            for flag, split in (("--dataset", "train"), ("--eval-dataset", "test")):
+                path = data / f"{name.replace('/', '_')}_{split}.jsonl"
+                with gzip.open(ROOT / "toy" / f"{name}_{split}.jsonl.gz", "rt") as rows:
+                    path.write_text("".join(itertools.islice(rows, 64)))
+                flags = [*flags, flag, str(path)]
+            made[script, ranks] = flags, tmp_path_factory.mktemp(script) / "run"
+            run_ranks(ranks, [[*flags, "--output-dir", str(made[script, ranks][1])]], script=script)
         return made[script, ranks]
 
     return run
@@ -307,10 +318,10 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize(("script", "ranks", "number"), KILLS)
 def test_a_run_ended_at_any_moment_goes_on_as_if_nothing_had_happened(undisturbed, tmp_path, script, ranks, number):
-    """KILL and TERM come to all ranks, as from a scheduler. INT comes to one of them, and while they train all ranks
-    end together, on their own."""
-    whole, folder = undisturbed(script, ranks), tmp_path / "run"
-    processes = start_ranks(ranks, [[*SCRIPTS[script], "--output-dir", str(folder)]], script=script)
+    """KILL and TERM come to all ranks, as from a scheduler, INT to one of them. While they train all end together;
+    while one samples it ends at once, and the others, whom a launcher would end, with an error."""
+    (flags, whole), folder = undisturbed(script, ranks), tmp_path / "run"
+    processes = start_ranks(ranks, [[*flags, "--output-dir", str(folder)]], script=script)
     moment = random.Random(f"{script} {ranks} {number} {os.environ.get('MOMENTS', '')}")
     first = moment.randint(0, 5)  # lines of metrics.jsonl
     while not ((folder / "args.json").exists() and lines(folder) >= first) and processes[0].is_alive():
@@ -320,8 +331,8 @@ def test_a_run_ended_at_any_moment_goes_on_as_if_nothing_had_happened(undisturbe
         if process.is_alive():
             os.kill(process.pid, number)
     outputs = finish(processes, timeout=100)
-    for process in processes:
-        assert process.exitcode in (0, -9 if number == KILL else 128 + number), outputs
+    codes = {0, -9 if number == KILL else 128 + number}
+    assert processes[0].exitcode in codes and processes[-1].exitcode in codes | {1}, outputs
     if processes[0].exitcode > 0:
         assert f"--resume {folder}" in outputs[0]
     run_ranks(ranks, [["--resume", str(folder)]], script=script)
