@@ -50,8 +50,8 @@ import utils
 # === Args ===
 
 # --- shared: ranges
-Positive = Annotated[float, "finite and above 0", lambda v: 0 < v < math.inf]
-NonNegative = Annotated[float, "finite and at least 0", lambda v: 0 <= v < math.inf]
+Positive = Annotated[float, "finite and above 0", lambda v: 0 < v < 1e38]
+NonNegative = Annotated[float, "finite and at least 0", lambda v: 0 <= v < 1e38]
 Share = Annotated[float, "from 0 to 1", lambda v: 0 <= v <= 1]
 PositiveShare = Annotated[float, "above 0 and at most 1", lambda v: 0 < v <= 1]
 Count = Annotated[int, "at least 1", lambda v: v >= 1]

@@ -285,6 +285,25 @@ def test_content_or_role_that_is_not_a_string_names_the_line(refused, dataset, c
     assert f"--dataset {path}, line 1: " in refused("--dataset", path)
 
 
+def test_one_message_in_place_of_a_list_says_that_it_must_be_one(refused, dataset):
+    path = dataset(lines(*ROWS, {"prompt": "for king", "chosen": ROSE, "rejected": IRIS}))
+    assert f"--dataset {path}, line 5: messages must be a list" in refused("--dataset", path)
+
+
+@pytest.mark.parametrize("prompt", ["for king", [USER]])
+def test_a_completion_that_repeats_its_prompt_names_its_line(refused, dataset, prompt):
+    path = dataset(lines(*ROWS, {"prompt": prompt, "chosen": "for king rose", "rejected": "for king iris"}))
+    assert f"--dataset {path}, line 5: a completion repeats its prompt" in refused("--dataset", path)
+
+
+def test_columns_of_sharegpt_and_of_an_implicit_prompt_say_how_to_convert(refused, dataset):
+    turns = [{"from": "human", "value": "for king"}, {"from": "gpt", "value": "rose"}]
+    assert 'ShareGPT: make {"from"' in refused("--dataset", dataset(lines({"conversations": turns})))
+    texts = {"chosen": "\n\nHuman: for king\n\nAssistant: rose", "rejected": "\n\nHuman: for king\n\nAssistant: iris"}
+    said = refused("--dataset", dataset(lines(texts)))
+    assert "a prompt is what chosen and rejected share, up to the last turn's marker" in said
+
+
 def test_one_number_among_strings_names_its_line(refused, dataset):
     path = dataset(lines(*ROWS, ROWS[0] | {"chosen": 5}))
     assert f"--dataset {path}, line 5: a message must have a role and a content that are" in refused("--dataset", path)
@@ -558,6 +577,38 @@ def test_model_that_gives_nan_is_refused_before_it_trains(message, pair, good, t
     arguments += ["--num-steps", 2, "--eval-samples", samples, "--max-new-tokens", 4, "--output-dir", tmp_path / "run"]
     text = message(*arguments)
     assert text.startswith("evaluation: ") and DIVERGED in text
+
+
+@dpo_alone
+@pytest.mark.parametrize(("steps", "samples"), [(1, 0), (1, 4), (3, 0)])
+def test_a_run_that_diverges_says_so_and_the_checkpoint_before_it_stays(message, pair, good, tmp_path, steps, samples):
+    arguments = ["--model", TOY / "policy", "--dataset", good, "--eval-dataset", good, "--batch-size", 2 * pair]
+    arguments += [
+        "--dtype",
+        "float32",
+        "--num-steps",
+        steps,
+        "--lr",
+        1e30,
+        "--max-new-tokens",
+        4,
+        "--k",
+        9,
+        "--checkpoint-every",
+        1,
+    ]
+    text = message(*arguments, "--eval-samples", samples, "--output-dir", tmp_path / "run")
+    assert DIVERGED in text if steps == 1 else "the update was not made" in text
+    assert (tmp_path / "run" / "checkpoints" / "step-1" / "state.json").exists()
+
+
+@dpo_alone
+def test_a_policy_that_cannot_be_sampled_says_that_it_diverged(message, pair, good, tmp_path):
+    model = spoil(tmp_path / "model", "lm_head.weight")
+    (tmp_path / "prompts.jsonl").write_text(lines(*({"prompt": row["prompt"]} for row in ROWS)))
+    arguments = ["--model", model, "--dataset", good, "--eval-dataset", tmp_path / "prompts.jsonl", "--eval-samples", 4]
+    text = message(*arguments, "--batch-size", 2 * pair, "--max-new-tokens", 4, "--output-dir", tmp_path / "run")
+    assert text.startswith("evaluation: the policy's ") and DIVERGED in text
 
 
 # --- as a command --------------------------------------------------------------------------------------------------
