@@ -777,9 +777,8 @@ def _read_answer(text: str, is_gold: bool) -> tuple:
         elif re.search(_PROSE, re.sub(r"\{[^{}]*\}", "", text)):
             text = [*parse(text, extraction_mode="first_match", parsing_timeout=None), text, text][1]
     text = re.sub(r"^\(?([A-Z])[).]*$", r"\1", text.strip("\n ,:;=").rstrip(". "))
-    sides = re.split(r"(?<![<>!])=|\\in\b", text)
-    if len(sides) == 2 and (named := [re.fullmatch(_NAME, side) is not None for side in sides]) != [False, False]:
-        text = sides[0] if named[1] else sides[1]
+    text = re.sub(rf"(?:^(?:(?i:so|thus|hence|therefore),? )?|(?<=,)|(?<=or )|(?<=or }})){_NAME}(?:=|\\in\b)", "", text)
+    text = re.sub(rf"(?<![<>!])={_NAME}$", "", text)  # 5 = x
     if re.search(r"(?:^|[=(,])\s*-?[\d.]+\s+\d", text):  # it would add them up
         return None, False
     if re.fullmatch(r"(?!inf)[A-Za-z ]{3,}", text) and not re.search(r"\b(or|and)\b", text):

@@ -30,7 +30,8 @@ RIGHT = r"""
 5 | 5 | 5. | x=5 | x = 5 | 5=x | y_1=5 | x_{12} = 5 | \theta=5 | \text{area}=5 | area = 5
 5 | f(2)=5 | f(x)=5 | x \in \{5\} | \sqrt{25} | \frac{10}{2} | 5.0 | \boxed{x=5} | $x = \boxed{5}$ | \boxed{5}.
 5 | 5\text{ cm} | 5 cm | 5 \text{ cm}^2 | \$5 | 5^\circ | 5\% | **5** | $5$ | \(5\) | \[5\] | The answer is 5.
-5 | Answer: 5
+5 | Answer: 5 | therefore x = 5 | Thus, $x=5$ | So x = 5.
+2, 3 | x = 2 or x = 3 | x=2, x=3 | x = 2 \text{ or } x = 3
 5 | \boxed{5}\text{ cm} | \boxed{5}^\circ | $x\equiv \boxed{5} \pmod 7$ | **\boxed{5}** | So\n- \boxed{5}
 5 | \boxed{5} - and no more | A: 5
 5 | The final answer is: **5** | So there are 5 apples in total. | The answer is $5$, not $4$.
