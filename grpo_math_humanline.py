@@ -237,7 +237,6 @@ def load_groups(args, flag: str, name: str, split: str, tokens, sizes, hashes: d
     """A group is the examples of one row, such as (chosen, rejected), or (prompt,). `sizes`: the numbers of completions
     to accept. Rows that cannot train are dropped and counted. `hashes` gets that of the data."""
     groups, notes, rows = [], Counter(), load_rows(flag, name, split)
-    hashes[f"{flag} {name}"] = hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()
     for number, row in rows.items():
         with blame(f"{flag} {name}, line {number}"):
             if not isinstance(row, dict):
@@ -255,6 +254,7 @@ def load_groups(args, flag: str, name: str, split: str, tokens, sizes, hashes: d
         fail(f"{told}; none is left")
     if odd := [group[0].row for group in groups if len(group) != len(groups[0])]:
         fail(f"{flag} {name}, line {odd[0]}: not as many completions as in line {groups[0][0].row}")
+    hashes[f"{flag} {name}"] = hashlib.sha256(json.dumps([rows, groups], default=str).encode()).hexdigest()
     if dist.get_rank() == 0:
         print(told)
     return groups
@@ -311,9 +311,8 @@ def setup() -> tuple[int, int, torch.device]:
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in os.environ:  # as torchrun does
         torch.set_num_threads(1)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = None if "RANK" in os.environ else dist.HashStore()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    name = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(name, store=None if "RANK" in os.environ else dist.HashStore(), rank=rank, world_size=world)
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     return rank, world, device
@@ -391,16 +390,19 @@ def open_folder(args, hashes: dict) -> tuple:
                 print(f"skipped {checkpoint} (damaged: {error})")
             continue
         if changed := [name for name in hashes if state["hashes"].get(name, hashes[name]) != hashes[name]]:
-            fail(f"--resume {folder}: {changed[0]} has changed since; bring it back")
+            fail(f"--resume {folder}: {changed[0]}, or its tokens, changed; bring it back")
         return folder, lock, checkpoint, state
     if found:
         fail(f"--resume {folder}: no checkpoint is whole; remove them")
     return folder, lock, None, {}
 
 
+@blame("--resume: the newest checkpoint is another model's, or damaged (remove it)", BaseException)
 def load_checkpoint(folder: Path, policy, reference, optimizer) -> None:
     """Restores what save_checkpoint wrote, on any number of ranks."""
     saved = training_state(policy, reference, optimizer)
+    names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    assert sum(name.startswith("policy.") for name in names) == len(saved["policy"]), "other weights"
     dcp.load(saved, checkpoint_id=folder)
     dcp_state.set_state_dict(policy, optimizer, model_state_dict=saved["policy"], optim_state_dict=saved["optimizer"])
     dcp_state.set_model_state_dict(reference, saved["reference"])
@@ -422,7 +424,7 @@ def export(folder: Path, policy, tokens: utils.Tokens, dtype: torch.dtype) -> No
 # --- end shared: models
 
 
-@blame("evaluation", ValueError)
+@blame("evaluation")
 def evaluate(args: Args, policy, sampler, grader, held_out: list[tuple], golds: dict) -> tuple[dict, list]:
     """Pass@1 and the other rewards, as means over problems with standard errors over problems, and samples."""
     problems, n = [group[0] for group in held_out[: args.eval_samples]], args.eval_samples_per_problem
@@ -437,7 +439,7 @@ def evaluate(args: Args, policy, sampler, grader, held_out: list[tuple], golds: 
 
 # --- shared: settings
 def parse_args(flags: list[str] | None = None) -> Args:
-    """Flags, over the settings of --resume's run, or of the embedded toy where no --model is named, or of the paper."""
+    """Flags, over the settings of --resume's run, the embedded toy if no --model is named, or the paper."""
     named, _ = tyro.cli(Args, args=flags, add_help=False, return_unknown_args=True)
     if named.resume:
         with blame(f"--resume {named.resume}"):
@@ -476,8 +478,8 @@ def check_flags(args, batch_size: int) -> None:
     if getattr(args, "online", False) and not (args.reward_model and args.temperature and args.min_avg_logp < -1e9):
         fail("--online needs a --reward-model and a --temperature above 0, and no --min-avg-logp")
     folder = Path(args.output_dir)
-    if args.output_dir and (args.resume or (folder / "args.json").exists() or any(folder.glob("checkpoints/*"))):
-        fail(f"--output-dir {folder} holds a run, or --resume names one; leave it out, or only --resume {folder}")
+    if args.output_dir and (args.resume or any(folder.glob("*.json*")) or any(folder.glob("checkpoints/*"))):
+        fail(f"--output-dir {folder} holds a run, or --resume names one: only --resume {folder}")
 
 
 def catch_signals() -> dict:
@@ -553,8 +555,6 @@ def main(args: Args) -> None:
     settings = {"lr": args.lr, "eps": args.adam_eps, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), **settings)
     run["folder"] = output_dir  # --resume may continue it
-    if args.checkpoint_every and shutil.disk_usage(output_dir).free < 16 * sum(p.numel() for p in policy.parameters()):
-        fail(f"--output-dir {output_dir}: no room for a checkpoint")
     if rank == 0:
         record = asdict(args) | {"script": Path(__file__).stem, "resume": "", "output_dir": ""}
         utils.write(output_dir / "args.json", json.dumps(record, indent=2))
@@ -579,7 +579,7 @@ def main(args: Args) -> None:
             steps = range(step, min(step + args.sample_every, args.num_steps))
             drawn = [group[0] for at in steps for group in draw(groups, at, groups_per_step, args.seed)]
             round_number, last_round, run["training"] = 1 + step, step, False
-            with blame(f"sampling at step {step}", ValueError):
+            with blame(f"sampling at step {step}"):
                 samples = sampler.sample(policy, drawn, size, (args.seed, round_number))
             grading_started = time.perf_counter()
             samples, rewards, stopped = score(grader, golds, samples)

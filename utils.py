@@ -114,8 +114,8 @@ def hint(row: dict) -> str:
 
 
 def to_text(tokenizer, prompt, completions: list):
-    """A prompt as messages (as text without a chat template), and its completions, strings or messages, as texts, None
-    for one that is not one assistant message. A ValueError for anything else."""
+    """A prompt as messages (as text without a chat template), and completions as texts, None for one that is not one
+    assistant message."""
     if isinstance(prompt, list) and not tokenizer.chat_template:
         raise ValueError("a conversation needs a chat template, and the tokenizer has none: --chat-template FILE")
     prompt_turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
@@ -137,9 +137,10 @@ def render(tokenizer, messages: list, **how) -> str:
 
 
 def encode_prompt(tokenizer, prompt) -> list[int]:
-    """Prompt token ids, for training, sampling and evaluation."""
+    """Prompt ids, for training, sampling and evaluation."""
     if isinstance(prompt, str):
-        return tokenizer(prompt).input_ids
+        ids = tokenizer(prompt).input_ids
+        return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # added
     return tokenizer(render(tokenizer, prompt, add_generation_prompt=True), add_special_tokens=False).input_ids
 
 
@@ -426,7 +427,7 @@ def _generate_hf(model, prompts: list[list[int]], args, tokens: Tokens, seed: in
 
 @torch.no_grad()
 def engine_difference(engine, policy, examples: list[Example], engine_logps, pad_id: int) -> tuple[float, float]:
-    """Mean and maximum of |log-prob of the engine - of the policy| over the tokens of a few samples, in nats."""
+    """Mean and maximum of |log-prob of the engine - of the policy| over a few samples, in nats."""
     input_ids, mask = pad_batch(examples, pad_id, next(policy.parameters()).device)
     logps = token_logps(policy, input_ids, mask)[mask.bool()]
     if isinstance(engine, torch.nn.Module):
@@ -544,7 +545,7 @@ class Sampler:
 
 
 def sample_statistics(samples: list[Example], baseline: list[Example] | None = None) -> dict[str, torch.Tensor]:
-    """Length in tokens, whether finished, and, if scored, reward and wins against a baseline, (N,) each."""
+    """Length in tokens, whether finished, and, if scored, reward and wins, (N,) each."""
     columns = {"length": [len(s.completion_ids) for s in samples], "finished": [s.finished for s in samples]}
     if not math.isnan(samples[0].reward):
         columns["reward"] = [s.reward for s in samples]
@@ -572,8 +573,8 @@ def means(values: dict[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
 
 
 def write(path: Path, text: str) -> None:
-    """Replaces a file as a whole: whoever reads it sees the old text or the new one."""
-    path.with_name(f"{path.name}.tmp").write_text(text)
+    """Replaces a file as a whole."""
+    path.with_name(f"{path.name}.tmp").write_text(text, encoding="utf-8")
     path.with_name(f"{path.name}.tmp").replace(path)
 
 
@@ -585,12 +586,13 @@ def peak_memory(device: torch.device) -> float:
 
 
 class Log:
-    """A line of metrics.jsonl for every step, and the same in TensorBoard and, with --track, Weights & Biases."""
+    """metrics.jsonl, and the same in TensorBoard and, with --track, Weights & Biases."""
 
     def __init__(self, args, folder: Path, start: int):
         """Drops the lines that a run which is resumed at step `start` wrote after it."""
         path, run_id = folder / "metrics.jsonl", folder / "wandb_run_id"
-        write(path, "".join(path.read_text().splitlines(keepends=True)[:start]) if path.exists() else "")
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        write(path, "".join(line for line in lines if line.endswith("}\n") and json.loads(line)["step"] < start))
         self.file = path.open("a", buffering=1)
         if args.track:
             import wandb
@@ -612,6 +614,7 @@ class Log:
 
 def report(folder: Path, before: dict, after: dict, samples_before: list, samples_after: list) -> None:
     """Prints what training changed; writes summary.json, and outputs.json for alpaca_eval."""
+    sys.stdout.reconfigure(errors="replace")
     write(folder / "summary.json", json.dumps({"before": before, "after": after}, indent=2))
     print(f"\n{'mean ± standard error':24}{'before':>20}{'after':>20}" if after else "\nnothing was evaluated")
     for key in after:
@@ -662,8 +665,8 @@ def start_grader(workers: int = 0, time_limit: float = 5.0):
 
 
 def gold_answers(pool, rows: dict[int, dict]) -> dict[int, str]:
-    """{row number: gold answer}: a row's `answer`, text or a number, or its `solution` with a \\boxed{…}; without those
-    that `parse_answers` drops. A ValueError if a row has neither, or one is not text."""
+    """{row number: gold answer}: `answer`, text or a number, or the `solution` with a \\boxed{…}; without those that
+    `parse_answers` drops. A ValueError if a row has neither."""
     golds = {}
     for number, row in rows.items():
         answer, solution = row.get("answer"), row.get("solution")
@@ -740,7 +743,7 @@ def _start_worker():
 
 
 def _judge(gold: str, answer: str | None, time_limit: float) -> bool:
-    """In a worker: whether the answer equals the gold answer; with None, whether the gold answer equals itself."""
+    """In a worker: whether the answer equals the gold answer, or with None the gold answer itself."""
     from math_verify import verify
 
     signal.setitimer(signal.ITIMER_PROF, time_limit)  # no handler: the kernel ends us

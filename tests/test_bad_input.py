@@ -495,7 +495,7 @@ def run_folder(tmp_path_factory, script, pair, good):
 def test_folder_that_holds_a_run_is_refused_and_stays_as_it_is(message, run_folder):
     arguments, folder = run_folder
     before = contents(folder)
-    told = f"--output-dir {folder} holds a run, or --resume names one; leave it out, or only --resume {folder}\n"
+    told = f"--output-dir {folder} holds a run, or --resume names one: only --resume {folder}\n"
     assert message(*arguments) == told
     assert contents(folder) == before and len(before) > 5
 

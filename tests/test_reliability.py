@@ -113,7 +113,7 @@ def test_other_content_under_the_same_name_and_time_is_another_run(tmp_path):
         run_ranks(1, [[*command, run]])
     assert [step["loss"] for step in metrics(runs[0])] != [step["loss"] for step in metrics(runs[1])]
     said = refused(["--resume", runs[0], "--num-steps", "4"])
-    assert said.startswith(f"error: --resume {runs[0]}: --dataset {path} has changed since")
+    assert said.startswith(f"error: --resume {runs[0]}: --dataset {path}, or its tokens, changed")
     assert len(metrics(runs[0])) == 2
     run_ranks(1, [["--resume", runs[1], "--num-steps", "4"]])  # the same content
     path.rename(tmp_path / "moved.jsonl")
@@ -220,6 +220,37 @@ def test_no_checkpoint_that_is_whole_is_an_error_and_the_metrics_stay(whole, tmp
         cut(step / "__0_0.distcp")
     assert f"--resume {folder}: no checkpoint is whole" in refused(["--resume", str(folder)])
     assert lines(folder) == 12
+
+
+def test_a_checkpoint_with_its_bytes_overwritten_is_told(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    for name in ("__0_0.distcp", ".metadata"):
+        path = folder / "checkpoints" / "step-12" / name
+        path.write_bytes(bytes(path.stat().st_size))
+        said = refused(["--resume", str(folder)])
+        assert said.startswith("error: --resume: the newest checkpoint is another model's, or damaged (remove it): ")
+
+
+def test_another_model_or_other_tokens_do_not_continue_a_run(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    model = changed_policy(tmp_path / "small", without("layers.1."), num_hidden_layers=1)
+    said = refused(["--resume", str(folder), "--model", model])
+    assert said.startswith("error: --resume: the newest checkpoint is another model's, or damaged")
+    template = (TOY / "policy" / "chat_template.jinja").read_text()
+    (tmp_path / "own.jinja").write_text("<|end|> " + template)
+    said = refused(["--resume", str(folder), "--chat-template", str(tmp_path / "own.jinja")])
+    assert f"--dataset {PAIRS}, or its tokens, changed" in said and lines(folder) == 12
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_metrics_that_are_damaged_have_whole_lines_after_a_resume(whole, tmp_path, damage):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    path = folder / "metrics.jsonl"
+    os.truncate(path, path.stat().st_size - 30) if damage == "cut" else path.unlink()
+    for steps in ("14", "16"):  # the second one begins at the same checkpoint
+        run_ranks(1, [["--resume", str(folder), "--num-steps", steps, "--checkpoint-every", "0"]])
+        kept = range(11 if damage == "cut" else 0)
+        assert [step["step"] for step in metrics(folder)] == [*kept, *range(12, int(steps))]
 
 
 # --- disks ---

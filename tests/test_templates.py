@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import PAIRS, TOY, refused, run_ranks, tokens_of
 from test_reliability import SHORT, changed_policy
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from utils import encode_completion, encode_prompt, load_reward_model, render, reward_scores
@@ -69,6 +69,17 @@ def test_a_completion_of_plain_text_is_the_end_of_that_text(kind):
     prompt = encode_prompt(tokenizer, QUESTION + "\n")
     ids, _ = encode_completion(tokens_of(tokenizer, {tokenizer.eos_token_id}), QUESTION + "\n", prompt, ANSWER)
     assert prompt + ids[:-1] == tokenizer(QUESTION + "\n" + ANSWER).input_ids
+
+
+def test_an_end_that_the_tokenizer_adds_does_not_end_the_prompt():
+    tokenizer = bytes_or_pieces("bytes", "gemma")
+    tokenizer.chat_template, end = None, tokenizer.eos_token
+    single = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)])
+    tokenizer._tokenizer.post_processor = processors.Sequence([tokenizer._tokenizer.post_processor, single])
+    assert tokenizer(QUESTION).input_ids[-1] == tokenizer.eos_token_id
+    prompt = encode_prompt(tokenizer, QUESTION)
+    ids, _ = encode_completion(tokens_of(tokenizer, {tokenizer.eos_token_id}), QUESTION, prompt, ANSWER)
+    assert tokenizer.decode([*prompt, *ids]) == QUESTION + ANSWER + end
 
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
