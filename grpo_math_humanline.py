@@ -410,7 +410,7 @@ def load_checkpoint(folder: Path, policy, reference, optimizer) -> None:
 
 @blame("final/ was not written (is the disk full?)")
 def export(folder: Path, policy, tokens: utils.Tokens, dtype: torch.dtype) -> None:
-    """Writes an ordinary Hugging Face folder."""
+    """Writes a Hugging Face folder."""
     policy.to(dtype)
     full = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp_state.get_model_state_dict(policy, options=full)
@@ -478,7 +478,7 @@ def check_flags(args, batch_size: int) -> None:
     if getattr(args, "online", False) and not (args.reward_model and args.temperature and args.min_avg_logp < -1e9):
         fail("--online needs a --reward-model and a --temperature above 0, and no --min-avg-logp")
     folder = Path(args.output_dir)
-    if args.output_dir and (args.resume or any(folder.glob("*.json*")) or any(folder.glob("checkpoints/*"))):
+    if args.output_dir and (args.resume or (folder / "args.json").exists() or any(folder.glob("checkpoints/*"))):
         fail(f"--output-dir {folder} holds a run, or --resume names one: only --resume {folder}")
 
 
