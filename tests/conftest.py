@@ -24,6 +24,7 @@ PAIRS = str(ROOT / "tests" / "pairs.jsonl")  # the first 128 pairs of the toy, f
 SCRIPTS = ["dpo_humanline", "kto_humanline", "grpo_humanline"]
 sys.path.insert(0, str(ROOT))
 os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}  # before torch; for the ranks too
+os.environ["PYTHONUNBUFFERED"] = "1"  # what a rank prints stands in its order
 
 
 # A rank binds its port a while after it was chosen, so none may be one that the system hands out meanwhile (they begin
