@@ -181,7 +181,7 @@ def fail(message: str):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends it
         time.sleep(30)
     print(f"error: {message}", file=sys.stderr, flush=True)
-    if dist.is_initialized() and dist.get_backend() == "gloo":  # its threads could abort the interpreter's exit
+    if dist.is_initialized() and dist.get_backend() == "gloo":  # its threads may abort the exit
         dist.destroy_process_group()
     raise SystemExit(1)
 
@@ -220,7 +220,7 @@ def load_rows(flag: str, name: str, split: str) -> dict[int, dict]:
 def load_groups(args, flag: str, name: str, split: str, tokens, sizes, hashes: dict) -> list[tuple]:
     """A group is the examples of one row, such as (chosen, rejected), or (prompt,). `sizes`: the numbers of completions
     to accept. Rows that cannot train are dropped and counted. `hashes` gets that of the data."""
-    groups, notes, rows = [], Counter(), load_rows(flag, name, split)
+    groups, notes, rows, content = [], Counter(), load_rows(flag, name, split), hashlib.sha256()
     for number, row in rows.items():
         with blame(f"{flag} {name}, line {number}"):
             if not isinstance(row, dict):
@@ -231,6 +231,7 @@ def load_groups(args, flag: str, name: str, split: str, tokens, sizes, hashes: d
             if prompt is None or unread or len(completions) not in sizes or len(completions) not in (0, len(rewards)):
                 raise ValueError(f"{WANTED}{utils.hint(row)}; the columns are {', '.join(row)}")
             group, note = utils.encode_group(args, tokens, number, prompt, completions, rewards)
+        content.update(repr((row, group)).encode())
         notes.update([note] if note else [])
         groups += [group] if group else []
     told = f"{flag} {name}: {len(groups)} rows, {len(rows) - len(groups)} dropped{f' {dict(notes)}' if notes else ''}"
@@ -238,7 +239,7 @@ def load_groups(args, flag: str, name: str, split: str, tokens, sizes, hashes: d
         fail(f"{told}; none is left")
     if odd := [group[0].row for group in groups if len(group) != len(groups[0])]:
         fail(f"{flag} {name}, line {odd[0]}: not as many completions as in line {groups[0][0].row}")
-    hashes[f"{flag} {name}"] = hashlib.sha256(json.dumps([rows, groups], default=str).encode()).hexdigest()
+    hashes[f"{flag} {name}"] = content.hexdigest()
     if dist.get_rank() == 0:
         print(told)
     return groups
@@ -356,7 +357,7 @@ def save_checkpoint(folder: Path, policy, reference, optimizer, state: dict) -> 
 
 
 def open_folder(args, hashes: dict) -> tuple:
-    """The run's folder, locked against other processes, and its newest whole checkpoint with its state, if any."""
+    """The run's folder, locked, and its newest whole checkpoint with its state, if any."""
     folder = [Path(args.resume or args.output_dir or f"runs/{Path(__file__).stem}__{args.seed}__{int(time.time())}")]
     lock = FileLock(folder[0] / ".lock", timeout=0)
     with blame(f"--output-dir {folder[0]} (does another process use it?)"):
@@ -397,20 +398,19 @@ def load_checkpoint(folder: Path, policy, reference, optimizer) -> None:
 @blame("final/ was not written (is the disk full?)")
 def export(folder: Path, policy, tokens: utils.Tokens, dtype: torch.dtype) -> None:
     """Writes a Hugging Face folder."""
-    policy.to(dtype)
     full = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp_state.get_model_state_dict(policy, options=full)
+    weights = dcp_state.get_model_state_dict(policy.to(dtype), options=full)
     if dist.get_rank() == 0:
         ends = {"eos_token_id": sorted(tokens.eos_ids), "pad_token_id": tokens.tokenizer.pad_token_id}
         policy.generation_config = GenerationConfig(bos_token_id=tokens.tokenizer.bos_token_id, **ends)
-        policy.save_pretrained(folder, state_dict=weights)
+        policy.save_pretrained(f"{folder}/", state_dict=weights)  # a file of this name is an error
         tokens.tokenizer.save_pretrained(folder)
 
 
 # --- end shared: models
 
 
-@blame("evaluation")
+@blame("evaluation", ValueError)
 def evaluate(args: Args, policy, sampler, held_out: list[tuple], initial: dict) -> tuple[dict, list]:
     """Means with standard errors, and samples. `initial` keeps what the first call finds, for comparison."""
     values = {}
@@ -479,7 +479,7 @@ def catch_signals() -> dict:
     def handler(number, _):
         if run["training"] and not run["signal"]:
             run["signal"], run["since"] = number, time.monotonic()
-        elif time.monotonic() - run["since"] > 1:  # torchrun may repeat the first
+        elif time.monotonic() - run["since"] > 1:  # torchrun repeats it
             end_run(run, number)
 
     signal.signal(signal.SIGINT, handler)
@@ -514,7 +514,7 @@ def main(args: Args) -> None:
     compute_dtype, reference_dtype = getattr(torch, args.dtype), torch.float32
     if args.dtype == "bfloat16":
         reference_dtype = torch.bfloat16
-        torch.set_float32_matmul_precision("high")  # exact for the head: its factors are bf16
+        torch.set_float32_matmul_precision("high")  # exact for bf16 factors
     config, final_dtype, tokens = load_config(args)
     held_out, hashes = [], {}
     groups = load_groups(args, "--dataset", args.dataset, args.dataset_split, tokens, sizes, hashes)
@@ -539,7 +539,7 @@ def main(args: Args) -> None:
     to_group = partial(best_and_worst, threshold=args.reward_threshold)
 
     if not args.online:
-        with blame("--min-avg-logp"):
+        with blame("--min-avg-logp", ValueError):
             groups = utils.data_quality(args, reference, groups, ("chosen", "rejected"), groups_per_step)
 
     # --- shared: prepare
@@ -556,7 +556,7 @@ def main(args: Args) -> None:
         start, last_sync, last_round, round_number, pool, rollout, *_ = state.values()  # in the order saved
         pool = [tuple(utils.Example(*example) for example in group) for group in pool]
     for group in optimizer.param_groups:
-        group.update(settings, initial_lr=args.lr)  # the flags win over the checkpoint
+        group.update(settings, initial_lr=args.lr)  # the flags win
     warmup = max(1, round(args.warmup_fraction * args.num_steps))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup), start - 1)
     log = utils.Log(args, output_dir, start) if rank == 0 else None
@@ -571,7 +571,7 @@ def main(args: Args) -> None:
             drawn = draw(groups, round_number, min(args.round_prompts, len(groups)), args.seed)
             prompts = [group[0] for group in drawn]
             round_number, last_round, run["training"] = round_number + 1, step, False
-            with blame(f"round {round_number}"):
+            with blame(f"round {round_number}", ValueError):
                 samples = sampler.sample(policy, prompts, samples_per_prompt, (args.seed, round_number))
             made = []
             for candidates in samples:

@@ -73,10 +73,7 @@ def load_tokens(args, config) -> Tokens:
     longest = max(args.max_length, args.max_prompt_length + args.max_new_tokens)
     if getattr(text_config, "rope_parameters", None) is None and longest > positions:
         raise ValueError(f"--max-length or --max-new-tokens: {longest} tokens, and it has {positions} positions")
-    tokenizer, sources = (
-        AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code),
-        [text_config],
-    )
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
     if args.chat_template:
         try:
             tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
@@ -86,9 +83,9 @@ def load_tokens(args, config) -> Tokens:
     if tokenizer.eos_token_id is None or tokenizer.eos_token not in tokenizer.get_vocab():
         raise ValueError(f"its vocabulary has no end-of-turn token {args.eos_token!r}: name one with --eos-token")
     check_ids(tokenizer, [tokenizer.eos_token_id], rows)
+    eos_ids, sources = {tokenizer.eos_token_id}, [text_config]
     with contextlib.suppress(OSError):  # the model comes without one
         sources += [GenerationConfig.from_pretrained(args.model)]
-    eos_ids = {tokenizer.eos_token_id}
     for ids in (source.eos_token_id for source in sources):
         eos_ids |= {ids} if isinstance(ids, int) else set(ids or ())
     pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None and i < rows)
@@ -105,7 +102,7 @@ def check_ids(tokenizer, ids: list[int], rows: int) -> None:
 
 
 def hint(row: dict) -> str:
-    """How to convert a row whose columns are not ours."""
+    """How to convert a row of another format."""
     if "conversations" in row:
         return ' (ShareGPT: make {"from": "human", "value": …} a message {"role": "user", "content": …})'
     if row.keys() == {"chosen", "rejected"} and {type(text) for text in row.values()} == {str}:
@@ -210,9 +207,9 @@ def pad_batch(examples: list[Example], pad_id: int, device: torch.device):
 def token_logps(model, input_ids, mask, temperature: float = 1.0, chunk_size: int = 1024):
     """log π(y_t | x, y_<t) of every completion token, without ever holding logits of shape (B, T, V).
 
-    For the duration of the call the model's output head returns these log-probs, in chunks whose logits are recomputed
-    in the backward pass: inside the model's forward, where FSDP2 has the head's weight gathered. Logits are in fp32: a
-    bf16 logit of 16 is spaced 0.125 apart, the log-ratios of humanline syncing are of order 1e-3.
+    During the call the model's output head returns these log-probs, in chunks whose logits are recomputed in the
+    backward pass: inside the model's forward, where FSDP2 has the head's weight gathered. Logits are in fp32: a bf16
+    logit of 16 is spaced 0.125 apart, log-ratios are of order 1e-3.
     model: a transformers causal LM, plain or wrapped with FSDP2, with an `nn.Linear` head. input_ids: (B, T), padded on
     the right, where no real token sees it. mask: (B, T), 1 at the tokens to score. Returns (B, T) fp32, 0 where mask is
     0. A ValueError if the first token of a sequence is to be scored, or the model rescales its logits."""
@@ -263,8 +260,8 @@ def length_batches(lengths: list[int], batch_tokens: int = 16384):
 
 @torch.no_grad()
 def completion_logps(model, examples: list[Example], pad_id: int):
-    """`token_logps` of a data set, shared out over the ranks: log-probs and mask of the completions, (N, T) float64 on
-    the CPU, the same for any number of ranks."""
+    """`token_logps` of a data set: log-probs and mask of the completions, (N, T) float64 on the CPU, the same for any
+    number of ranks."""
     rank, world, device = dist.get_rank(), dist.get_world_size(), next(model.parameters()).device
     lengths = torch.tensor([len(x.completion_ids) for x in examples])
     mask = torch.arange(lengths.max()) < lengths[:, None]  # (N, T)
@@ -374,10 +371,9 @@ def update_engine(engine, policy) -> None:
 
 
 def generate(engine, prompts: list[list[int]], args, tokens: Tokens, seed: tuple, progress=None):
-    """A completion for every prompt, shared out over the ranks, the same for any number of them: vLLM's requests have
-    seeds of their own, and transformers' batches are cut and seeded before they are dealt. Returns on every rank token
-    ids, up to and with the first end of turn, and the log-probs that vLLM gives them (at temperature 1, before the
-    nucleus cut; None from transformers). progress: a tqdm bar."""
+    """A completion for every prompt, the same for any number of ranks: vLLM's requests have seeds of their own, and
+    transformers' batches are cut and seeded before they are dealt. Returns on every rank token ids, up to and with the
+    first end of turn, and vLLM's log-probs of them (at temperature 1, before the nucleus cut; else None)."""
     size, found = (args.generation_batch_size if isinstance(engine, torch.nn.Module) else 1), {}
     for first in range(dist.get_rank() * size, len(prompts), dist.get_world_size() * size):
         found[first] = prompts[first : first + size]
@@ -449,7 +445,7 @@ def load_reward_model(name: str, dtype: torch.dtype, device: torch.device, trust
 
 @torch.no_grad()
 def reward_scores(model, tokenizer, samples: list[tuple]) -> torch.Tensor:
-    """A reward model's scores, shared out over the ranks: its one output, or the `score` that a model with code of its
+    """A reward model's scores: its one output, or the `score` that a model with code of its
     own returns (ArmoRM). (N,) float64 on the CPU. samples: (prompt, completion text, finished), the prompt a string or
     messages, rendered by the chat template if there is one; an unfinished completion without the end of its turn."""
     encoded, config = [], model.config.get_text_config()
@@ -457,9 +453,10 @@ def reward_scores(model, tokenizer, samples: list[tuple]) -> torch.Tensor:
         if tokenizer.chat_template:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             messages = [*messages, {"role": "assistant", "content": completion}]
-            text = render(tokenizer, messages)
-            if not finished and (start := text.rfind(completion.strip())) >= 0:
-                text = text[: start + len(completion.strip())]
+            try:
+                text = render(tokenizer, messages, continue_final_message=not finished)
+            except ValueError:
+                text = render(tokenizer, messages)  # the template changes it
         else:
             text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
             text += completion + (tokenizer.eos_token or "") * finished
@@ -484,7 +481,7 @@ class Sampler:
     """Completions of the present policy and their rewards. Rollouts and evaluation both come here."""
 
     def __init__(self, args, config, tokens: Tokens, dtype: torch.dtype, device: torch.device):
-        """Loads the reward model, if there is one; the engine starts with the first sample. May raise a ValueError."""
+        """Loads the reward model, if there is one; the engine starts with the first sample."""
         self.args, self.tokens, self.dtype, self.device = args, tokens, dtype, device
         self.engine, self.judge, self.metrics = None, None, {}  # metrics: of the last call, for the log
         positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
@@ -525,7 +522,10 @@ class Sampler:
         texts = self.tokens.tokenizer.batch_decode(ids, skip_special_tokens=True)
         finished, rewards = [part[-1] in self.tokens.eos_ids for part in ids], [math.nan] * len(ids)
         if self.judge:
-            rewards = reward_scores(*self.judge, list(zip([x.prompt for x in repeated], texts, finished))).tolist()
+            try:
+                rewards = reward_scores(*self.judge, list(zip([x.prompt for x in repeated], texts, finished))).tolist()
+            except (ArithmeticError, IndexError, RuntimeError) as error:
+                raise ValueError(f"--reward-model {args.reward_model}: {error}") from error
             if not all(map(math.isfinite, rewards)):
                 raise ValueError(f"the scores of --reward-model {args.reward_model} are {DIVERGED}")
         columns = zip(repeated, ids, rewards, texts, finished)
@@ -536,7 +536,7 @@ class Sampler:
         return [samples[first : first + count] for first in range(0, len(samples), count)]
 
     def evaluate(self, policy, prompts: list[Example], initial: dict) -> tuple[dict, list[Example]]:
-        """Samples for the first --eval-samples prompts, and statistics; wins are against those in `initial`."""
+        """Samples for the first prompts, and statistics; wins are against those in `initial`."""
         if not (prompts := prompts[: self.args.eval_samples]):
             return {}, []
         samples = [group[0] for group in self.sample(policy, prompts, 1, (self.args.seed, 0))]
@@ -591,7 +591,7 @@ class Log:
     def __init__(self, args, folder: Path, start: int):
         """Drops the lines that a run which is resumed at step `start` wrote after it."""
         path, run_id = folder / "metrics.jsonl", folder / "wandb_run_id"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
         write(path, "".join(line for line in lines if line.endswith("}\n") and json.loads(line)["step"] < start))
         self.file = path.open("a", buffering=1)
         if args.track:
@@ -614,7 +614,8 @@ class Log:
 
 def report(folder: Path, before: dict, after: dict, samples_before: list, samples_after: list) -> None:
     """Prints what training changed; writes summary.json, and outputs.json for alpaca_eval."""
-    sys.stdout.reconfigure(errors="replace")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
     write(folder / "summary.json", json.dumps({"before": before, "after": after}, indent=2))
     print(f"\n{'mean ± standard error':24}{'before':>20}{'after':>20}" if after else "\nnothing was evaluated")
     for key in after:
@@ -707,7 +708,7 @@ def math_rewards(pool, completions: list[str], golds: list[str]) -> tuple[dict[s
 
 
 def grade(pool, completions: list[str], golds: list[str]) -> tuple[list[float], int]:
-    """1 for every completion whose answer equals its gold answer, 0 for the others, shared out over the ranks, and how
+    """1 for every completion whose answer equals its gold answer, 0 for the others, and how
     many are 0 because grading was stopped. What is the answer, and what is equal: docs/grpo_math.md. golds: from
     `parse_answers`, one for each completion. A RuntimeError if something outside killed an idle worker."""
     inside = [completion.rpartition("</answer>")[0].rpartition("<answer>")[1:] for completion in completions]

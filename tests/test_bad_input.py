@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 from conftest import PAIRS, ROOT, SCRIPTS, TOY
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config
 
 from utils import DIVERGED, encode_prompt
 
@@ -596,6 +596,25 @@ def test_a_policy_that_cannot_be_sampled_says_that_it_diverged(message, pair, go
     arguments = ["--model", model, "--dataset", good, "--eval-dataset", tmp_path / "prompts.jsonl", "--eval-samples", 4]
     text = message(*arguments, "--batch-size", 2 * pair, "--max-new-tokens", 4, "--output-dir", tmp_path / "run")
     assert text.startswith("evaluation: the policy's ") and DIVERGED in text
+
+
+@dpo_alone
+def test_a_mistake_in_a_loss_that_was_changed_has_its_traceback(script, pair, good, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "dpo_loss", lambda log_ratio, mask, beta: log_ratio @ mask)
+    arguments = ["--model", TOY / "policy", "--dataset", good, "--eval-dataset", good, "--eval-samples", 0]
+    with pytest.raises(RuntimeError, match="size mismatch|shapes"):
+        main(script, *arguments, "--batch-size", 2 * pair, "--output-dir", tmp_path / "run")
+
+
+@dpo_alone
+def test_a_judge_with_too_few_positions_is_named(message, pair, good, tmp_path):
+    config = GPT2Config(vocab_size=64, n_positions=4, n_embd=8, n_layer=1, n_head=1, num_labels=1, pad_token_id=0)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "judge")
+    AutoTokenizer.from_pretrained(TOY / "policy").save_pretrained(tmp_path / "judge")
+    arguments = ["--model", TOY / "policy", "--dataset", good, "--eval-dataset", good, "--eval-samples", 4]
+    arguments += ["--batch-size", 2 * pair, "--reward-model", tmp_path / "judge", "--max-new-tokens", 8]
+    text = message(*arguments, "--output-dir", tmp_path / "run")
+    assert text.startswith(f"evaluation: --reward-model {tmp_path / 'judge'}: ")
 
 
 # --- as a command --------------------------------------------------------------------------------------------------

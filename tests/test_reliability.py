@@ -309,6 +309,14 @@ def test_one_rank_that_cannot_write_ends_all_of_them(tmp_path):
     assert 'dpo_humanline.py", line' not in output  # no traceback but that of torchrun
 
 
+def test_a_file_in_the_place_of_final_is_told(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(folder / "final")
+    (folder / "final").write_text("")
+    said = refused(["--resume", str(folder)])
+    assert said.startswith("error: final/ was not written (is the disk full?): ") and str(folder / "final") in said
+
+
 # --- kills ---
 
 KILLED = ["--num-steps", "8", "--k", "3", "--batch-size", "8", "--checkpoint-every", "3", "--eval-samples", "4"]

@@ -142,12 +142,13 @@ def test_a_judge_whose_template_changes_an_unfinished_message_still_scores(one_r
     assert scores.isfinite().all()
 
 
-def test_an_unfinished_message_is_scored_without_the_end_of_its_turn(one_rank):
+@pytest.mark.parametrize("completion", ["rose iris", "end", "<", "|"])  # these stand in the end of the turn too
+def test_an_unfinished_message_is_scored_without_the_end_of_its_turn(one_rank, completion):
     model, tokenizer = load_reward_model(str(TOY / "reward_model"), torch.float32, torch.device("cpu"), False)
     seen, forward = [], model.forward
     model.forward = lambda input_ids, **how: seen.append(input_ids) or forward(input_ids=input_ids, **how)
     for finished in (True, False):
-        reward_scores(model, tokenizer, [("for king", "rose iris", finished)])
+        reward_scores(model, tokenizer, [("for king", completion, finished)])
     whole, cut = (ids[0].tolist() for ids in seen)
     end = tokenizer.convert_tokens_to_ids("<|end|>")
     assert cut == whole[: len(cut)] and whole[len(cut) :] == [end]
