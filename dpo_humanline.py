@@ -1,13 +1,13 @@
 """Humanline DPO: preference optimization against a reference that follows one step behind the policy.
 
 "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207), equation 6, and the two lines that make it
-humanline: `grep -n "# humanline [cs]" dpo_humanline.py`. docs/dpo.md says where it differs from the paper, and why.
+humanline: `grep -n "# humanline [cs]" dpo_humanline.py`. docs/dpo.md says where it differs from the paper.
 
-    python dpo_humanline.py                         # one process, the embedded toy, half a minute
-    torchrun --nproc-per-node 4 dpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset ...
+    python dpo_humanline.py  # one process, the embedded toy, half a minute
+    torchrun --nproc-per-node 4 dpo_humanline.py --model ... --dataset ...
 
-Blocks marked "shared" are the same in all four scripts. B sequences (the chosen completions first, then the rejected
-ones), T tokens; log-probabilities are in nats.
+Blocks marked "shared" are the same in all four. B sequences (the chosen completions first, then the rejected
+ones), T tokens; log-probs are in nats.
 """
 
 # --- shared: imports
@@ -20,11 +20,10 @@ import shutil
 import signal
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal, get_type_hints
 
@@ -39,16 +38,15 @@ import transformers
 import tyro
 from filelock import FileLock
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tqdm import trange
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.initialization import no_init_weights
 
 import utils
 
 # --- end shared: imports
-
 # === Args ===
-
 # --- shared: ranges
 Positive = Annotated[float, "finite and above 0", lambda v: 0 < v < 1e38]
 NonNegative = Annotated[float, "finite and at least 0", lambda v: 0 <= v < 1e38]
@@ -66,14 +64,14 @@ Below0 = Annotated[float, "below 0, such as -1.5", lambda v: v < 0]
 class Args:
     # data
     dataset: str = ""  # pairs: file or Hub name; formats in docs/dpo.md
-    eval_dataset: str = ""  # held-out pairs in the same formats, or prompts; empty: none
+    eval_dataset: str = ""  # held out, in the same formats, or prompts; empty: none
     max_prompt_length: Count = 625  # tokens; pairs with a longer prompt are dropped (the authors')
-    max_length: Count = 1250  # tokens of prompt and completion; one cut here has no end of turn (the authors')
+    max_length: Count = 1250  # tokens; what is cut here has no end of turn (the authors')
     min_avg_logp: float = -math.inf  # nats per token; drop pairs whose chosen one is below it at first (Figure 6)
     # optimization
     num_steps: Count = 312  # optimizer steps (Table 1: 10K pairs, once)
-    batch_size: Count = 32  # pairs per optimizer step, over all ranks (Table 1)
-    micro_batch_size: CountOr0 = 0  # pairs per pass of one rank; 0: batch_size / ranks, no accumulation
+    batch_size: Count = 32  # pairs per step, over all ranks (Table 1)
+    micro_batch_size: CountOr0 = 0  # pairs per pass of one rank; 0: no accumulation
     lr: Positive = 5e-6  # AdamW's learning rate (Table 3; online 2.5e-6)
     weight_decay: NonNegative = 1e-2  # of AdamW (Table 1)
     adam_eps: Positive = 1e-5  # AdamW's ε (Table 1)
@@ -83,58 +81,58 @@ class Args:
     k: Count = 1  # optimizer steps between syncs of the reference (Table 1)
     # --- shared: flags
     # humanline
-    humanline: bool = True  # --no-humanline: neither clipping nor syncing
-    log_epsilon_P: Below0 = -1.5  # lower bound of a token's log π_θ/π_ref, nats (Tables 1, 2)
-    log_epsilon_R: Above0 = 1.5  # upper bound of a token's log π_θ/π_ref, nats (Tables 1, 2)
-    clip: Literal["clip", "sample", "none"] = "clip"  # sample: humanline sampling (Definition 4.2) instead
-    sync: Literal["before_step", "after_step", "none"] = "before_step"  # after_step: trust region (Figure 10)
-    kappa: Positive = 100.0  # κ of eq. 5's Beta draws; κ → ∞ is clipping (Theorem 4.3)
-    M: Positive = 10.0  # M of eq. 5, above exp(log_epsilon_P) and exp(-log_epsilon_R)
+    humanline: bool = True  # --no-humanline: no clipping, no syncing
+    log_epsilon_P: Below0 = -1.5  # bounds of a token's log π_θ/π_ref, nats (Tables 1, 2)
+    log_epsilon_R: Above0 = 1.5
+    clip: Literal["clip", "sample", "none"] = "clip"  # sample: humanline sampling (eq. 5)
+    sync: Literal["before_step", "after_step", "none"] = "before_step"  # after_step: Figure 10
+    kappa: Positive = 100.0  # κ of eq. 5; κ → ∞ is clipping (Theorem 4.3)
+    M: Positive = 10.0  # M of eq. 5
     # experiment
-    seed: CountOr0 = 1  # of the data order, of humanline sampling and of generation
-    output_dir: str = ""  # metrics, checkpoints, final/, summary; default runs/<script>__<seed>__<time>
-    resume: str = ""  # folder of a run, which goes on with its flags; flags beside this one win
-    checkpoint_every: CountOr0 = 100  # steps between checkpoints; 0: never
-    eval_every: CountOr0 = 0  # steps between evaluations; 0: only before and after training
-    eval_samples: CountOr0 = 256  # held-out prompts sampled in an evaluation; 0: none
-    warmup_fraction: Share = 0.1  # share of the steps with a rising lr (Tables 1, 2)
-    track: bool = False  # log to Weights & Biases too
+    seed: CountOr0 = 1  # of data order and sampling
+    output_dir: str = ""  # default runs/<script>__<seed>__<time>
+    resume: str = ""  # folder of a run; flags beside it win
+    checkpoint_every: CountOr0 = 100  # steps; 0: never
+    keep_checkpoints: CountOr0 = 2  # the newest stay; 0: all
+    eval_every: CountOr0 = 0  # steps; 0: only before and after training
+    eval_samples: CountOr0 = 256  # held-out prompts; 0: none
+    warmup_fraction: Share = 0.1  # share of the steps (Tables 1, 2)
     # model, data
-    model: str = ""  # initial policy: folder or Hub name; empty: the toy and its settings
-    chat_template: str = ""  # Jinja file, in place of the tokenizer's
-    eos_token: str = ""  # in place of the tokenizer's
-    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # compute; auto: bfloat16 on CUDA, float64 on CPU
+    model: str = ""  # folder or Hub name; empty: the toy and its settings
+    chat_template: str = ""  # Jinja file
+    eos_token: str = ""  # that ends a turn; empty: the tokenizer's
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16, on the CPU float64
     gradient_checkpointing: bool = False  # less memory, more time
-    trust_remote_code: bool = False  # run Python code that comes with a model
-    dataset_split: str = "train"  # split of a Hub --dataset, such as train[:10000]
-    eval_split: str = "test"  # split of a Hub --eval-dataset
+    shard_size: CountOr0 = 0  # ranks that share a copy, as a machine's (HSDP); 0: all
+    trust_remote_code: bool = False  # run a model's own Python code
+    dataset_split: str = "train"  # Hub split, such as train[:10000]
+    eval_split: str = "test"  # Hub split
     # sampling
-    max_new_tokens: Count = 2048  # tokens per sample (Tables 1, 2)
-    engine: Literal["auto", "vllm", "hf"] = "auto"  # what samples; auto: vLLM where installed
-    vllm_memory: PositiveShare = 0.3  # share of each GPU's memory for vLLM
-    generation_batch_size: Count = 32  # sequences per batch of transformers' generate
+    max_new_tokens: Count = 2048  # tokens (Tables 1, 2)
+    engine: Literal["auto", "vllm", "hf"] = "auto"  # auto: vLLM where installed
+    vllm_memory: PositiveShare = 0.3  # share of a GPU's memory
+    generation_batch_size: Count = 32  # sequences, for hf
     # --- end shared: flags
     # --- shared: rounds
     temperature: NonNegative = 0.7  # of sampling (Table 1)
-    top_p: PositiveShare = 0.95  # probability mass of nucleus sampling (Table 1)
-    online: bool = False  # rounds of samples (Algorithm 1); --dataset gives prompts
-    reward_model: str = ""  # classifier with one output, to score samples
+    top_p: PositiveShare = 0.95  # nucleus sampling (Table 1)
+    online: bool = False  # rounds of samples (Algorithm 1)
+    reward_model: str = ""  # classifier with one output
     round_prompts: Count = 1024  # prompts per round (Table 1)
     samples_per_prompt: AtLeast2 = 8  # best and worst make a pair (Table 1)
-    reward_threshold: NonNegative = 0.01  # τ, the least difference of rewards in a pair (Table 1)
+    reward_threshold: NonNegative = 0.01  # τ, least difference in a pair (Table 1)
     # --- end shared: rounds
 
 
-# What the embedded toy needs instead of the paper's settings. The Adam ε keeps undisputed tokens from drifting.
+# What the toy needs instead. The Adam ε keeps undisputed tokens from drifting.
 FOLDER = Path(__file__).resolve().parent / "toy" / "bouquets"
 TOY = dict(model=f"{FOLDER}/policy", reward_model=f"{FOLDER}/reward_model", generation_batch_size=256)
 TOY |= dict(dataset=f"{FOLDER}/preferences_train.jsonl.gz", eval_dataset=f"{FOLDER}/preferences_test.jsonl.gz")
 TOY |= dict(num_steps=320, lr=1e-3, adam_eps=1e-2, k=16, beta=10.0, max_new_tokens=64)
 TOY_ONLINE = dict(dataset=f"{FOLDER}/prompts_train.jsonl.gz")
 
+
 # === Loss ===
-
-
 def dpo_loss(log_ratio, mask, beta: float):
     """Equation 6 on (humanline-clipped) token log-ratios.
 
@@ -170,13 +168,10 @@ def sync_reference(reference, policy) -> None:
 
 
 # --- end shared: humanline
-
 # === Data ===
-
-
 # --- shared: data
 def fail(message: str):
-    """Ends the run with exit code 1. Every rank comes here, and rank 0 prints."""
+    """Ends the run with exit code 1. Every rank comes here; rank 0 prints."""
     if os.environ.get("RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends it
         time.sleep(30)
@@ -188,7 +183,7 @@ def fail(message: str):
 
 @contextmanager
 def blame(place: str, kind: type = Exception):
-    """Inside it, an exception ends the run with one line that names the place."""
+    """Inside it, an exception ends the run with a line that names the place."""
     try:
         yield
     except kind as error:
@@ -197,13 +192,13 @@ def blame(place: str, kind: type = Exception):
 
 
 def load_rows(flag: str, name: str, split: str) -> dict[int, dict]:
-    """{row number: row} of a .jsonl, .json (or .gz) or .parquet file, or of a Hub data set."""
+    """{row number: row} of a .jsonl, .json (or .gz) or .parquet file, or a Hub data set."""
     with blame(f"{flag} {name}"):
         if name.endswith(".parquet"):
             return dict(enumerate(pyarrow.parquet.read_table(name).to_pylist(), 1))
         if not name.removesuffix(".gz").endswith((".json", ".jsonl")):
             if Path(name).exists() or name.count("/") != 1:
-                raise ValueError("neither a .json, .jsonl (or .gz) or .parquet file nor a Hub name")
+                raise ValueError("no .json, .jsonl (or .gz), .parquet file or Hub name")
             return dict(enumerate(datasets.load_dataset(name, split=split), 1))
         with (gzip.open if name.endswith(".gz") else open)(name, "rt", encoding="utf-8-sig") as file:
             text = file.read()
@@ -218,13 +213,11 @@ def load_rows(flag: str, name: str, split: str) -> dict[int, dict]:
 
 
 def load_groups(args, flag: str, name: str, split: str, tokens, sizes, hashes: dict) -> list[tuple]:
-    """A group is the examples of one row, such as (chosen, rejected), or (prompt,). `sizes`: the numbers of completions
-    to accept. Rows that cannot train are dropped and counted. `hashes` gets that of the data."""
-    groups, notes, rows, content = [], Counter(), load_rows(flag, name, split), hashlib.sha256()
+    """A group is the examples of a row, such as (chosen, rejected), or (prompt,). `sizes`: numbers of completions to
+    accept. Rows that cannot train are told. `hashes` gets that of the data."""
+    groups, notes, rows, content = [], {}, load_rows(flag, name, split), hashlib.sha256()
     for number, row in rows.items():
         with blame(f"{flag} {name}, line {number}"):
-            if not isinstance(row, dict):
-                raise ValueError("it is not an object")
             prompt, completions, rewards = read_row(args, row)
             completions = completions if any(sizes) else []
             unread = any(sizes) and not completions and {"chosen", "rejected", "completion", "completions"} & row.keys()
@@ -232,11 +225,15 @@ def load_groups(args, flag: str, name: str, split: str, tokens, sizes, hashes: d
                 raise ValueError(f"{WANTED}{utils.hint(row)}; the columns are {', '.join(row)}")
             group, note = utils.encode_group(args, tokens, number, prompt, completions, rewards)
         content.update(repr((row, group)).encode())
-        notes.update([note] if note else [])
+        notes.setdefault(note, []).append(number)
         groups += [group] if group else []
-    told = f"{flag} {name}: {len(groups)} rows, {len(rows) - len(groups)} dropped{f' {dict(notes)}' if notes else ''}"
+    told = f"{flag} {name}: {len(groups)} rows, {len(rows) - len(groups)} dropped"
+    for note in filter(None, notes):
+        told += f"; {len(notes[note])} {note}: lines {str(notes[note][:9])[1:-1]}{' …' * (len(notes[note]) > 9)}"
     if not groups:
         fail(f"{told}; none is left")
+    if "instruction" in row and min(len(groups), args.eval_samples) < len(rows):
+        told += "; AlpacaEval's length-controlled win rate needs all: raise --eval-samples"
     if odd := [group[0].row for group in groups if len(group) != len(groups[0])]:
         fail(f"{flag} {name}, line {odd[0]}: not as many completions as in line {groups[0][0].row}")
     hashes[f"{flag} {name}"] = content.hexdigest()
@@ -246,20 +243,17 @@ def load_groups(args, flag: str, name: str, split: str, tokens, sizes, hashes: d
 
 
 def draw(rows: list, number: int, size: int, seed: int) -> list:
-    """Batch `number` of an endless sequence of epochs, each shuffled anew."""
+    """Batch `number` of endless epochs, each shuffled anew."""
     epoch, position = divmod(number, len(rows) // size)
     order = np.random.default_rng((seed, epoch)).permutation(len(rows))
     return [rows[i] for i in order[position * size : (position + 1) * size]]
 
 
 # --- end shared: data
-
-
 # --- shared: preferences
 def split_conversations(row: dict) -> tuple:
-    """Prompt, chosen and rejected. Messages that both conversations begin with are the prompt; a `prompt` column
-    repeats them, or comes before them."""
-    prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
+    """Prompt, chosen and rejected. What both conversations begin with is the prompt, or follows a `prompt` column."""
+    prompt, chosen, rejected = row.get("prompt", row.get("instruction")), row.get("chosen"), row.get("rejected")
     if isinstance(chosen, list) and isinstance(rejected, list):
         turns = min(len(chosen), len(rejected)) - 1
         shared = next((i for i in range(turns) if chosen[i] != rejected[i]), turns)
@@ -270,8 +264,7 @@ def split_conversations(row: dict) -> tuple:
 
 
 def best_and_worst(group: list[utils.Example], threshold: float) -> tuple:
-    """Algorithm 1: the best and the worst completion of a prompt; () if their tokens or their rewards are equal, or the
-    rewards differ by less than τ."""
+    """Algorithm 1: the best and the worst completion; () if tokens or rewards are equal, or rewards closer than τ."""
     best, worst = max(group, key=lambda x: x.reward), min(reversed(group), key=lambda x: x.reward)
     if best.reward - worst.reward < threshold or best.reward == worst.reward:
         return ()
@@ -291,7 +284,7 @@ def read_row(args: Args, row: dict) -> tuple:
 
 # --- shared: models
 def setup() -> tuple[int, int, torch.device]:
-    """Rank, world size and device, under torchrun or as a single process."""
+    """Rank, world size, device; with torchrun or without."""
     rank, world, local = (int(os.environ.get(key, n)) for key, n in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -306,33 +299,48 @@ def setup() -> tuple[int, int, torch.device]:
 
 
 def load_config(args):
-    """The model's configuration, with dropout off in policy and reference, its dtype, its tokens."""
+    """The model's configuration, with dropout off, its dtype, its tokens."""
     with blame(f"--model {args.model}"):
         config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
         tokens = utils.load_tokens(args, config)
-    for part in (config, config.get_text_config()):
-        for key, value in part.to_dict().items():
-            if "drop" in key and isinstance(value, float):
-                setattr(part, key, 0.0)
+    text = config.get_text_config()
+    for key in [key for key, value in text.to_dict().items() if "drop" in key and isinstance(value, float)]:
+        setattr(text, key, 0.0)
     return config, config.dtype or torch.float32, tokens
 
 
-def load_sharded(args, config, dtype: torch.dtype, compute_dtype: torch.dtype, device):
-    """The causal LM with parameters in `dtype`, sharded with FSDP2: each decoder block, then what is left, the root."""
-    load = {"config": config, "dtype": dtype, "trust_remote_code": args.trust_remote_code}
-    with blame(f"--model {args.model}"):
-        model = utils.load_whole(AutoModelForCausalLM, args.model, **load)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+def shard_model(args, model, compute_dtype: torch.dtype, device):
+    """FSDP2: each decoder block, an untied embedding and head, then what is left, the root."""
+    world, size = dist.get_world_size(), args.shard_size
+    units = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    units += ends if ends[0].weight is not ends[1].weight else []
+    mesh = init_device_mesh(device.type, (world // size, size) if size else (world,))
     mixed = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.promote_types(compute_dtype, torch.float32))
-    # The root too: left gathered by a no-grad forward, it would not see the next sync.
+    # The root too: left gathered by a no-grad forward, it would miss the next sync.
     shard = {"mesh": mesh, "mp_policy": mixed, "reshard_after_forward": True}
-    for module in [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]:
+    for module in [*units, model]:
         fully_shard(module, **shard)
-    fully_shard(model, **shard)
-    for module in [m for m in model.modules() if isinstance(m, FSDPModule)]:
         module.set_gradient_divide_factor(1.0)  # sums: the loss is normalised globally
         module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def load_models(args, config, compute_dtype: torch.dtype, reference_dtype: torch.dtype, device) -> tuple:
+    """Policy (fp32) and reference. The ranks share the files' pages, and cast their shards."""
+    trust, config.dtype = {"trust_remote_code": args.trust_remote_code}, None  # "auto" is then the files' dtype
+    with blame(f"--model {args.model}"):
+        policy = utils.load_whole(AutoModelForCausalLM, args.model, config=config, dtype="auto", **trust)
+    with no_init_weights():  # no memory yet
+        reference = AutoModelForCausalLM.from_config(policy.config, dtype=reference_dtype, **trust)
+    reference.tie_weights()
+    buffers = dict(reference.named_non_persistent_buffers())  # the policy's: the files' dtype
+    policy = shard_model(args, policy, compute_dtype, device).to(torch.float32)
+    reference = shard_model(args, reference, compute_dtype, device).to(reference_dtype)
+    for name, buffer in (dict(policy.named_buffers()) | buffers).items():
+        policy.get_buffer(name).data = reference.get_buffer(name).data = buffer.to(device)
+    sync_reference(reference, policy)
+    return policy.train(), reference.eval().requires_grad_(False)
 
 
 def training_state(policy, reference, optimizer) -> dict:
@@ -340,24 +348,37 @@ def training_state(policy, reference, optimizer) -> dict:
     return {"policy": weights, "optimizer": moments, "reference": dcp_state.get_model_state_dict(reference)}
 
 
-@blame("no checkpoint was written (is the disk full?); older ones stay", BaseException)
-def save_checkpoint(folder: Path, policy, reference, optimizer, state: dict) -> None:
-    """Writes policy, reference, Adam moments and `state` with the files' sizes; named once it is whole."""
-    unfinished = folder.with_name(f"unfinished-{folder.name}")
+@blame("no checkpoint was written (disk full?)", BaseException)
+def save_checkpoint(folder: Path, policy, reference, optimizer, state: dict, pool: list[tuple], keep: int) -> None:
+    """Writes all that a run needs, and the files' sizes; named once it is whole. Then the newest `keep` stay."""
+    unfinished, started = folder.with_name(f"unfinished-{folder.name}"), time.perf_counter()
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
     dist.barrier()
     dcp.save(training_state(policy, reference, optimizer), checkpoint_id=unfinished)
     if dist.get_rank() == 0:
+        rows = [{"group": [example._asdict() for example in group]} for group in pool]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), unfinished / "pool.parquet")
         sizes = {path.name: path.stat().st_size for path in unfinished.iterdir()}
         (unfinished / "state.json").write_text(json.dumps(state | {"sizes": sizes}))
         unfinished.rename(folder)
+        whole = find_checkpoints(folder.parent)
+        if len(whole) == 1:
+            print(f"\ncheckpoint: {sum(sizes.values()) / 2**30:.3f} GiB, {time.perf_counter() - started:.1f} s")
+        for old in whole[whole.index(folder) + keep :] if keep else ():
+            shutil.rmtree(old)
     dist.barrier()
 
 
+def find_checkpoints(folder: Path) -> list[Path]:
+    """The newest first."""
+    found = {int(path.name[5:]): path for path in folder.glob("step-*") if path.name[5:].isdigit()}
+    return [found[step] for step in sorted(found, reverse=True)]
+
+
 def open_folder(args, hashes: dict) -> tuple:
-    """The run's folder, locked, and its newest whole checkpoint with its state, if any."""
+    """The run's folder, locked, and its newest whole checkpoint and state, if any."""
     folder = [Path(args.resume or args.output_dir or f"runs/{Path(__file__).stem}__{args.seed}__{int(time.time())}")]
     lock = FileLock(folder[0] / ".lock", timeout=0)
     with blame(f"--output-dir {folder[0]} (does another process use it?)"):
@@ -366,8 +387,7 @@ def open_folder(args, hashes: dict) -> tuple:
             lock.acquire()
         dist.broadcast_object_list(folder)  # one clock, one lock
     folder = folder[0]
-    found = {int(path.name[5:]): path for path in folder.glob("checkpoints/step-*") if path.name[5:].isdigit()}
-    for checkpoint in [found[step] for step in sorted(found, reverse=True)]:
+    for checkpoint in (found := find_checkpoints(folder / "checkpoints")):
         try:
             state = json.loads((checkpoint / "state.json").read_text())
             if cut := [name for name, size in state["sizes"].items() if (checkpoint / name).stat().st_size != size]:
@@ -384,9 +404,9 @@ def open_folder(args, hashes: dict) -> tuple:
     return folder, lock, None, {}
 
 
-@blame("--resume: the newest checkpoint is another model's, or damaged (remove it)", BaseException)
+@blame("--resume: the checkpoint is another model's, or damaged (remove it)", BaseException)
 def load_checkpoint(folder: Path, policy, reference, optimizer) -> None:
-    """Restores what save_checkpoint wrote, on any number of ranks."""
+    """Restores it on any number of ranks."""
     saved = training_state(policy, reference, optimizer)
     names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     assert sum(name.startswith("policy.") for name in names) == len(saved["policy"]), "other weights"
@@ -395,7 +415,7 @@ def load_checkpoint(folder: Path, policy, reference, optimizer) -> None:
     dcp_state.set_model_state_dict(reference, saved["reference"])
 
 
-@blame("final/ was not written (is the disk full?)")
+@blame("final/ was not written (disk full?)")
 def export(folder: Path, policy, tokens: utils.Tokens, dtype: torch.dtype) -> None:
     """Writes a Hugging Face folder."""
     full = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -403,13 +423,11 @@ def export(folder: Path, policy, tokens: utils.Tokens, dtype: torch.dtype) -> No
     if dist.get_rank() == 0:
         ends = {"eos_token_id": sorted(tokens.eos_ids), "pad_token_id": tokens.tokenizer.pad_token_id}
         policy.generation_config = GenerationConfig(bos_token_id=tokens.tokenizer.bos_token_id, **ends)
-        policy.save_pretrained(f"{folder}/", state_dict=weights)  # a file of this name is an error
+        policy.save_pretrained(f"{folder}/", state_dict=weights)  # a folder, or an error
         tokens.tokenizer.save_pretrained(folder)
 
 
 # --- end shared: models
-
-
 @blame("evaluation", ValueError)
 def evaluate(args: Args, policy, sampler, held_out: list[tuple], initial: dict) -> tuple[dict, list]:
     """Means with standard errors, and samples. `initial` keeps what the first call finds, for comparison."""
@@ -429,20 +447,19 @@ def evaluate(args: Args, policy, sampler, held_out: list[tuple], initial: dict) 
 
 # --- shared: settings
 def parse_args(flags: list[str] | None = None) -> Args:
-    """Flags, over the settings of --resume's run, the embedded toy if no --model is named, or the paper."""
+    """Flags, over the settings of --resume's run, of the toy if no --model is named, or of the paper."""
     named, _ = tyro.cli(Args, args=flags, add_help=False, return_unknown_args=True)
+    default, whose = Args(), "the paper's settings"
     if named.resume:
+        whose = f"the settings of {named.resume}"
         with blame(f"--resume {named.resume}"):
             saved = json.loads((Path(named.resume) / "args.json").read_text())
             if saved.pop("script", "") != Path(__file__).stem:
-                raise ValueError(f"its args.json is not that of a run of {Path(__file__).name}")
+                raise ValueError(f"it is not a run of {Path(__file__).name}")
             default = Args(**saved)
-        whose = f"the settings of {named.resume}"
-    elif named.model:
-        default, whose = Args(), "the paper's settings"
-    else:
-        default = Args(**TOY | (TOY_ONLINE if getattr(named, "online", False) else {}))
+    elif not named.model:
         whose = "the embedded toy and its settings"
+        default = Args(**TOY | (TOY_ONLINE if getattr(named, "online", False) else {}))
     args = tyro.cli(Args, args=flags, default=default, description=__doc__)
     if os.environ.get("RANK", "0") == "0":
         print(f"{whose};", *(sys.argv[1:] if flags is None else flags))
@@ -450,56 +467,42 @@ def parse_args(flags: list[str] | None = None) -> Args:
 
 
 def check_flags(args, batch_size: int) -> None:
-    """Stops with a message that names the flag."""
+    """Fails with the flag's name."""
     for name, hint in get_type_hints(type(args), include_extras=True).items():
         text, holds = getattr(hint, "__metadata__", ("", lambda value: True))
         if not holds(value := getattr(args, name)):
             fail(f"--{name.replace('_', '-')} is {value}; it must be {text}")
-    if not args.dataset:
-        fail(f"--model {args.model} without --dataset: name one")
-    passes = int(os.environ.get("WORLD_SIZE", 1)) * (args.micro_batch_size or 1)
-    if batch_size % passes:
-        fail(f"a batch of {batch_size} is not a multiple of {passes}, ranks x --micro-batch-size; change one")
-    bounds = math.exp(args.log_epsilon_P), math.exp(-args.log_epsilon_R)
-    if args.clip == "sample" and not 0 < min(bounds) <= max(bounds) < args.M:
-        fail(f"--clip sample needs finite bounds, and --M {args.M} above {max(bounds)}; raise it")
-    if args.track and not find_spec("wandb"):
-        fail("--track needs wandb: pip install wandb")
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world % (args.shard_size or 1) or batch_size % (world * (args.micro_batch_size or 1)):
+        fail(
+            f"{world} ranks: a multiple of --shard-size, and a batch of {batch_size} one of ranks x --micro-batch-size"
+        )
+    if args.clip == "sample" and (args.M < 1 or math.exp(args.log_epsilon_P - args.log_epsilon_R) == 0):
+        fail("--clip sample needs finite bounds, and --M of at least 1")
     if getattr(args, "online", False) and not (args.reward_model and args.temperature and args.min_avg_logp < -1e9):
-        fail("--online needs a --reward-model and a --temperature above 0, and no --min-avg-logp")
+        fail("--online needs --reward-model and --temperature above 0, and no --min-avg-logp")
     folder = Path(args.output_dir)
     if args.output_dir and (args.resume or (folder / "args.json").exists() or any(folder.glob("checkpoints/*"))):
-        fail(f"--output-dir {folder} holds a run, or --resume names one: only --resume {folder}")
+        fail(f"--output-dir {folder} holds a run, or --resume names one: --resume {folder}")
 
 
 def catch_signals() -> dict:
-    """SIGINT and SIGTERM end the run; the first one while it trains, after the step and a checkpoint."""
-    run = {"folder": "", "step": 0, "training": False, "signal": 0, "since": -math.inf}
+    """SIGINT and SIGTERM end the run; the first while it trains after a step and a checkpoint."""
+    run = {"training": False, "signal": 0, "since": -math.inf}
 
     def handler(number, _):
         if run["training"] and not run["signal"]:
             run["signal"], run["since"] = number, time.monotonic()
         elif time.monotonic() - run["since"] > 1:  # torchrun repeats it
-            end_run(run, number)
+            print(f"\nstopped by signal {number}", flush=True)
+            os._exit(128 + number)
 
     signal.signal(signal.SIGINT, handler)
     signal.signal(signal.SIGTERM, handler)
     return run
 
 
-def end_run(run: dict, number: int) -> None:
-    """Says how to go on, and exits as a process that a signal ended."""
-    if os.environ.get("RANK", "0") == "0":
-        ranks = os.environ.get("LOCAL_WORLD_SIZE")
-        command = f"torchrun --nproc-per-node {ranks}" if ranks else "python"
-        go_on = f"; to go on: {command} {sys.argv[0]} --resume {run['folder']}"
-        print(f"\nstopped after {run['step']} steps{go_on if run['folder'] else ''}", flush=True)
-    os._exit(128 + number)
-
-
 # --- end shared: settings
-
-
 @blame("reading or writing", OSError)
 def main(args: Args) -> None:
     batch_size = groups_per_step = args.batch_size
@@ -511,26 +514,23 @@ def main(args: Args) -> None:
     clip, sync = (args.clip, args.sync) if args.humanline else ("none", "none")
     if args.dtype == "auto":
         args.dtype = "bfloat16" if device.type == "cuda" else "float64"
-    compute_dtype, reference_dtype = getattr(torch, args.dtype), torch.float32
-    if args.dtype == "bfloat16":
-        reference_dtype = torch.bfloat16
-        torch.set_float32_matmul_precision("high")  # exact for bf16 factors
+    compute_dtype, half = getattr(torch, args.dtype), args.dtype == "bfloat16"
+    reference_dtype = torch.bfloat16 if half else torch.float32
+    torch.set_float32_matmul_precision("high" if half else "highest")  # exact for bf16 factors
     config, final_dtype, tokens = load_config(args)
     held_out, hashes = [], {}
     groups = load_groups(args, "--dataset", args.dataset, args.dataset_split, tokens, sizes, hashes)
     if args.eval_dataset:
         held_out = load_groups(args, "--eval-dataset", args.eval_dataset, args.eval_split, tokens, eval_sizes, hashes)
+    utils.show_tokens(tokens, groups[0][0])
     # --- end shared: setup
-
     # --- shared: build
     if len(groups) < groups_per_step:
-        fail(f"--dataset {args.dataset}: {len(groups)} rows are left, and a batch takes {groups_per_step}; lower it")
+        fail(f"--dataset {args.dataset}: {len(groups)} rows are left, and a batch takes {groups_per_step}")
     output_dir, lock, checkpoint, state = open_folder(args, hashes)
     with blame("sampling"):
         sampler = utils.Sampler(args, config, tokens, reference_dtype, device)
-    policy = load_sharded(args, config, torch.float32, compute_dtype, device).train()
-    reference = load_sharded(args, config, reference_dtype, compute_dtype, device).eval().requires_grad_(False)
-    sync_reference(reference, policy)
+    policy, reference = load_models(args, config, compute_dtype, reference_dtype, device)
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
     # --- end shared: build
@@ -540,12 +540,10 @@ def main(args: Args) -> None:
 
     if not args.online:
         with blame("--min-avg-logp", ValueError):
-            groups = utils.data_quality(args, reference, groups, ("chosen", "rejected"), groups_per_step)
-
+            groups = utils.data_quality(args, reference, groups, groups_per_step)
     # --- shared: prepare
     settings = {"lr": args.lr, "eps": args.adam_eps, "weight_decay": args.weight_decay}
-    optimizer = torch.optim.AdamW(policy.parameters(), **settings)
-    run["folder"] = output_dir  # --resume may continue it
+    optimizer = torch.optim.AdamW(policy.parameters(), **settings, fused=device.type == "cuda")  # leaner
     if rank == 0:
         record = asdict(args) | {"script": Path(__file__).stem, "resume": "", "output_dir": ""}
         utils.write(output_dir / "args.json", json.dumps(record, indent=2))
@@ -553,18 +551,19 @@ def main(args: Args) -> None:
     start, last_sync, last_round, round_number, pool, rollout = 0, 0, 0, 0, [], {}  # pool: groups not yet trained on
     if checkpoint:
         load_checkpoint(checkpoint, policy, reference, optimizer)
-        start, last_sync, last_round, round_number, pool, rollout, *_ = state.values()  # in the order saved
-        pool = [tuple(utils.Example(*example) for example in group) for group in pool]
+        start, last_sync, last_round, round_number, rollout, *_ = state.values()  # in the order saved
+        rows = pyarrow.parquet.read_table(checkpoint / "pool.parquet").to_pylist()
+        pool = [tuple(utils.Example(**example) for example in row["group"]) for row in rows]
     for group in optimizer.param_groups:
         group.update(settings, initial_lr=args.lr)  # the flags win
     warmup = max(1, round(args.warmup_fraction * args.num_steps))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup), start - 1)
-    log = utils.Log(args, output_dir, start) if rank == 0 else None
+    log = utils.Log(output_dir, start) if rank == 0 else None
     per_rank = batch_size // world
     micro_batch_size = args.micro_batch_size or per_rank
     bar = trange(start, args.num_steps, initial=start, total=args.num_steps, disable=rank != 0)
     for step in bar:
-        started, run["step"] = time.perf_counter(), step
+        started = time.perf_counter()
         # --- end shared: prepare
         # --- shared: round
         while args.online and len(pool) < groups_per_step:
@@ -578,8 +577,7 @@ def main(args: Args) -> None:
                 if group := to_group([x.to_train(args.max_length) for x in candidates]):
                     made.append(group)
             if not any(group[0].reward > group[-1].reward for group in made):
-                lower = f"raise --temperature, or lower --reward-threshold {args.reward_threshold} or --lr"
-                fail(f"round {round_number}: no prompt has samples whose rewards differ; {lower}")
+                fail(f"round {round_number}: the rewards of no prompt differ; raise --temperature or lower --lr")
             rollout = sampler.metrics | {"rollout/round": round_number, "rollout/filtered": 1 - len(made) / len(drawn)}
             pool += made
             sync_reference(reference, policy)  # Algorithm 1: the policy at the start of the round
@@ -589,13 +587,12 @@ def main(args: Args) -> None:
         # --- end shared: round
         batch.sort(key=lambda pair: max(x.length for x in pair))
         examples, batch_rows = [x for pair in batch for x in pair], [pair[0].row for pair in batch]
-
         # --- shared: microbatches
         run["training"] = True
         completion_tokens = sum(len(x.completion_ids) for x in examples)
         losses, sums = torch.zeros(batch_size, dtype=torch.float64, device=device), defaultdict(float)
         for first in range(0, per_rank, micro_batch_size):
-            # On CUDA every time: unsharded fp32 gradients would not fit beside a large model.
+            # On CUDA every time: whole gradients would not fit beside a large model.
             policy.set_requires_gradient_sync(device.type == "cuda" or first + micro_batch_size == per_rank)
             mine = list(range(rank, batch_size, world))[first : first + micro_batch_size]  # positions in the batch
             # --- end shared: microbatches
@@ -616,7 +613,6 @@ def main(args: Args) -> None:
             # --- end shared: forward
             loss, rewards = dpo_loss(clipped, mask, args.beta)  # (B/2,), (B,)
             (loss.sum() / batch_size).backward()
-
             losses[mine] = loss.detach().double() / batch_size
             chosen, rejected = rewards.chunk(2)
             logps_summed = (logps.detach() * mask).sum(-1)
@@ -636,11 +632,11 @@ def main(args: Args) -> None:
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
         loss = losses.sum().item()
         if not math.isfinite(loss + grad_norm):
-            bad = {row for row, value in zip(batch_rows, losses.tolist()) if not math.isfinite(value)} or batch_rows
-            bar.close()
-            look = f"look at rows {sorted(set(bad))} of --dataset, or lower --lr or --max-grad-norm"
-            fail(f"step {step}: loss {loss}, gradient norm {grad_norm}; the update was not made: {look}")
-
+            bad = {row for row, value in zip(batch_rows, losses.tolist()) if not math.isfinite(value)} or set(
+                batch_rows
+            )
+            told = f"step {step}: loss {loss}, gradient norm {grad_norm}; the update was not made"
+            fail(f"{told}: look at rows {sorted(bad)} of --dataset, or lower --lr or --max-grad-norm")
         metrics = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": scheduler.get_last_lr()[0]}
         metrics["humanline/steps_since_sync"] = step - last_sync
         if sync == "before_step" and step % args.k == 0:
@@ -655,7 +651,6 @@ def main(args: Args) -> None:
         maxima = torch.tensor([utils.peak_memory(device), run["signal"]], dtype=torch.float64, device=device)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         metrics["perf/peak_memory"], stopped_by = maxima.tolist()
-
         seconds, tokens_read = time.perf_counter() - started, sum(x.length for x in examples)
         metrics |= {key: total / completion_tokens for key, total in sums.items() if key.startswith("humanline/")}
         metrics |= {"perf/step_time": seconds, "perf/tokens_per_second": tokens_read / seconds}
@@ -665,17 +660,17 @@ def main(args: Args) -> None:
         # --- shared: log
         metrics |= rollout | ({"rollout/age_steps": step - last_round} if rollout else {})
         if args.eval_every and (step + 1) % args.eval_every == 0:
-            run["training"] = bool(stopped_by)
-            means, _ = evaluation()
-            run["training"], metrics = True, metrics | {key: mean for key, (mean, _) in means.items()}
+            metrics |= {key: mean for key, (mean, _) in evaluation()[0].items()}
         if log:
             log.write(metrics)
         if stopped_by or args.checkpoint_every and (step + 1) % args.checkpoint_every == 0:
-            state = dict(step=step + 1, last_sync=last_sync, last_round=last_round, round=round_number, pool=pool)
-            state |= {"rollout": rollout, "hashes": hashes}
-            save_checkpoint(output_dir / "checkpoints" / f"step-{step + 1}", policy, reference, optimizer, state)
+            state = dict(step=step + 1, last_sync=last_sync, last_round=last_round, round=round_number, rollout=rollout)
+            folder, state = output_dir / "checkpoints" / f"step-{step + 1}", state | {"hashes": hashes}
+            save_checkpoint(folder, policy, reference, optimizer, state, pool, args.keep_checkpoints)
         if stopped_by:
-            end_run(run | {"step": step + 1}, int(stopped_by))
+            if log:
+                print(f"\nstopped after {step + 1} steps; to go on: --resume {output_dir}", flush=True)
+            os._exit(128 + int(stopped_by))
     run["training"] = False
     after, samples_after = evaluation()
     export(output_dir / "final", policy, tokens, final_dtype)

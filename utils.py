@@ -1,7 +1,6 @@
 """Log-probability and evaluation helpers shared by the four humanline scripts.
 
-B sequences, T tokens, V vocabulary, D hidden size. Log-probs are in nats, in fp32, or fp64 where the model computes in
-it. A mask is 1 at completion tokens (with the end-of-turn token), else 0.
+B sequences, T tokens, V vocabulary, D hidden size. Log-probs are in nats. A mask is 1 at completion tokens, else 0.
 """
 
 import contextlib
@@ -17,7 +16,6 @@ import resource
 import signal
 import sys
 import time
-from dataclasses import asdict
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +27,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
@@ -60,14 +57,13 @@ class Example(NamedTuple):
 class Tokens(NamedTuple):
     tokenizer: transformers.PreTrainedTokenizerBase
     eos_ids: set[int]  # every id that ends a turn
-    pad_id: int  # masked, so any that the embedding has
+    pad_id: int  # masked, so any will do
     rows: int  # of the model's embedding
     special: re.Pattern  # finds text that spells a special token
 
 
 def load_tokens(args, config) -> Tokens:
-    """The policy's tokenizer, with the flags' chat template and end-of-turn token. A ValueError if the model does not
-    have that token, or enough positions."""
+    """The policy's tokenizer, with the flags' template and end of turn. A ValueError if the model cannot have them."""
     text_config = config.get_text_config()
     rows, positions = text_config.vocab_size, getattr(text_config, "max_position_embeddings", None) or math.inf
     longest = max(args.max_length, args.max_prompt_length + args.max_new_tokens)
@@ -75,10 +71,7 @@ def load_tokens(args, config) -> Tokens:
         raise ValueError(f"--max-length or --max-new-tokens: {longest} tokens, and it has {positions} positions")
     tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
     if args.chat_template:
-        try:
-            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeError) as error:
-            raise ValueError(f"--chat-template {args.chat_template}: {error}") from error
+        tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8", errors="replace")
     tokenizer.eos_token = args.eos_token or tokenizer.eos_token
     if tokenizer.eos_token_id is None or tokenizer.eos_token not in tokenizer.get_vocab():
         raise ValueError(f"its vocabulary has no end-of-turn token {args.eos_token!r}: name one with --eos-token")
@@ -95,29 +88,25 @@ def load_tokens(args, config) -> Tokens:
 
 
 def check_ids(tokenizer, ids: list[int], rows: int) -> None:
-    """A ValueError if a token id is beyond the rows of a model's embedding."""
+    """A ValueError if an id is beyond the rows of the embedding."""
     if (largest := max(ids, default=0)) >= rows:
         token = tokenizer.convert_ids_to_tokens(largest)
-        raise ValueError(f"token {token!r} has the id {largest}, and the model's embedding has {rows} rows")
+        raise ValueError(f"token {token!r} has the id {largest}, and the embedding has {rows} rows")
 
 
 def hint(row: dict) -> str:
     """How to convert a row of another format."""
     if "conversations" in row:
         return ' (ShareGPT: make {"from": "human", "value": …} a message {"role": "user", "content": …})'
-    if row.keys() == {"chosen", "rejected"} and {type(text) for text in row.values()} == {str}:
-        return " (a prompt is what chosen and rejected share, up to the last turn's marker, such as Assistant:)"
-    return ""
+    transcripts = row.keys() == {"chosen", "rejected"} and {type(text) for text in row.values()} == {str}
+    return " (a prompt is what chosen and rejected share, up to the last marker, such as Assistant:)" * transcripts
 
 
 def to_text(tokenizer, prompt, completions: list):
-    """A prompt as messages (as text without a chat template), and completions as texts, None for one that is not one
-    assistant message."""
+    """Prompt as messages (text without a template), completions as texts (None: not one assistant message)."""
     if isinstance(prompt, list) and not tokenizer.chat_template:
         raise ValueError("a conversation needs a chat template, and the tokenizer has none: --chat-template FILE")
     prompt_turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    if any(isinstance(part, dict) for part in (prompt, *completions)):
-        raise ValueError("messages must be a list, also where there is one: [{…}]")
     turns = [c if isinstance(c, list) else [{"role": "assistant", "content": c}] for c in completions]
     for message in itertools.chain(prompt_turns, *turns):
         if not isinstance(message, dict) or {type(message.get(key)) for key in ("role", "content")} != {str}:
@@ -133,6 +122,13 @@ def render(tokenizer, messages: list, **how) -> str:
         raise ValueError(f"the chat template cannot render it: {error}") from error
 
 
+def show_tokens(tokens: Tokens, example: Example) -> None:
+    """Prints what ends a turn, and how a prompt and a completion end, as the model sees them."""
+    for name, ids in zip(("end of turn", "a prompt", "its completion"), (tokens.eos_ids, *example[2:4])):
+        if dist.get_rank() == 0:
+            print(f"{name}:", *map(repr, tokens.tokenizer.convert_ids_to_tokens(list(ids)[-8:])))
+
+
 def encode_prompt(tokenizer, prompt) -> list[int]:
     """Prompt ids, for training, sampling and evaluation."""
     if isinstance(prompt, str):
@@ -142,8 +138,8 @@ def encode_prompt(tokenizer, prompt) -> list[int]:
 
 
 def encode_completion(tokens: Tokens, prompt, prompt_ids: list[int], completion: str) -> tuple[list[int], str]:
-    """Completion token ids up to and with the end-of-turn token (added where the template writes none), and why they
-    cannot train, or "". They are what follows the prompt's ids in those of the whole text, if it begins so."""
+    """Completion ids up to and with the end of turn (added where the template writes none), and why they cannot train,
+    or "". They are what follows the prompt's ids in those of the whole text, if it begins so."""
     tokenizer, eos_ids, before, whole = tokens.tokenizer, tokens.eos_ids, prompt, None
     if isinstance(prompt, list):
         before = render(tokenizer, prompt, add_generation_prompt=True)
@@ -167,8 +163,8 @@ def encode_completion(tokens: Tokens, prompt, prompt_ids: list[int], completion:
 
 
 def encode_group(args, tokens: Tokens, row: int, prompt, completions: list, rewards: list[float]):
-    """The examples of one row, (prompt,) if it has no completions, () if it cannot train; and what to count it under:
-    why it cannot, or that it spells special tokens, or "". A ValueError if the row is wrong."""
+    """The examples of a row, (prompt,) without completions, () if it cannot train; and why it cannot, or a note, or "".
+    A ValueError if it is wrong."""
     prompt, texts = to_text(tokens.tokenizer, prompt, completions)
     example = Example(row, prompt, encode_prompt(tokens.tokenizer, prompt))
     turns = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt]
@@ -204,15 +200,57 @@ def pad_batch(examples: list[Example], pad_id: int, device: torch.device):
     return pad_sequence(ids, batch_first=True, padding_value=pad_id).to(device), mask.to(device)
 
 
-def token_logps(model, input_ids, mask, temperature: float = 1.0, chunk_size: int = 1024):
-    """log π(y_t | x, y_<t) of every completion token, without ever holding logits of shape (B, T, V).
+class HeadLogps(torch.autograd.Function):
+    """Log-probs (N,) of the targets under an output head, in fp32 or wider. The vocabulary comes in blocks of `size`
+    rows, whose logits the backward pass computes again; what is kept are the inputs and the log-normalisers."""
 
-    During the call the model's output head returns these log-probs, in chunks whose logits are recomputed in the
-    backward pass: inside the model's forward, where FSDP2 has the head's weight gathered. Logits are in fp32: a bf16
-    logit of 16 is spaced 0.125 apart, log-ratios are of order 1e-3.
-    model: a transformers causal LM, plain or wrapped with FSDP2, with an `nn.Linear` head. input_ids: (B, T), padded on
-    the right, where no real token sees it. mask: (B, T), 1 at the tokens to score. Returns (B, T) fp32, 0 where mask is
-    0. A ValueError if the first token of a sequence is to be scored, or the model rescales its logits."""
+    @staticmethod
+    def block(first, hidden, targets, weight, bias, size, softcap, temperature):
+        """The block's rows, its logits (N, size), and where and whether the targets are in it, (N, 1) each."""
+        rows = slice(first, first + size)
+        logits = F.linear(hidden, weight[rows].to(hidden.dtype), bias[rows].to(hidden.dtype))
+        if softcap:
+            logits.div_(softcap).tanh_().mul_(softcap)
+        place = (targets - first).clamp(0, logits.shape[1] - 1)[:, None]
+        return rows, logits.div_(temperature), place, place == targets[:, None] - first
+
+    @staticmethod
+    def forward(ctx, hidden, targets, weight, bias, *how):  # (N, D), (N,), (V, D), (V,)
+        wide = hidden.to(torch.promote_types(weight.dtype, torch.float32))
+        total, chosen = wide.new_full((len(wide), 1), -math.inf), wide.new_zeros(len(wide), 1)
+        for first in range(0, len(weight), how[0]):
+            _, logits, place, inside = HeadLogps.block(first, wide, targets, weight, bias, *how)
+            total = torch.logaddexp(total, logits.logsumexp(-1, keepdim=True))
+            chosen = torch.where(inside, logits.gather(1, place), chosen)
+            del logits  # before the next
+        ctx.save_for_backward(hidden, targets, weight, bias, total)
+        ctx.how = how
+        return (chosen - total).sum(-1)  # not a view, of which FSDP2 warns
+
+    @staticmethod
+    def backward(ctx, d_logps):
+        (hidden, targets, weight, bias, total), (size, softcap, temperature) = ctx.saved_tensors, ctx.how
+        wide, d_weight, d_bias = hidden.to(d_logps.dtype), torch.empty_like(weight), torch.empty_like(bias)
+        d_hidden = torch.zeros_like(wide)
+        for first in range(0, len(weight), size):
+            rows, logits, place, inside = HeadLogps.block(first, wide, targets, weight, bias, *ctx.how)
+            slope = 1 - (logits * (temperature / softcap)) ** 2 if softcap else 1
+            d_logits = logits.sub_(total).exp_().scatter_add_(1, place, -inside.to(wide.dtype))
+            d_logits.mul_(slope).mul_(-d_logps[:, None] / temperature)
+            d_hidden.addmm_(d_logits, weight[rows].to(wide.dtype))
+            d_weight[rows], d_bias[rows] = d_logits.T @ wide, d_logits.sum(0)
+            del logits, d_logits
+        return d_hidden.to(hidden.dtype), None, d_weight, d_bias, None, None, None
+
+
+def token_logps(model, input_ids, mask, temperature: float = 1.0, max_logits: int = 2**26):
+    """log π(y_t | x, y_<t) of every completion token, (B, T) in fp32 or wider, 0 where mask is 0.
+
+    During the call the model's output head returns these (`HeadLogps`): inside the model's forward, where FSDP2 has its
+    weight gathered. A bf16 logit of 16 is spaced 0.125 apart, log-ratios are of order 1e-3, so logits are fp32.
+    model: a causal LM with an `nn.Linear` head. input_ids: (B, T), padded on the right, where no real token sees it.
+    mask: (B, T), 1 at the tokens to score. max_logits: held at once. A ValueError if the first token of a sequence is
+    to be scored, or the model rescales its logits."""
     selected = mask.bool()
     if selected[:, 0].any():
         raise ValueError("the first token of a sequence has no prediction; prepend one")
@@ -220,22 +258,12 @@ def token_logps(model, input_ids, mask, temperature: float = 1.0, chunk_size: in
     for name in ("logit_scale", "logits_scaling", "logits_soft_cap", "lm_head_multiplier", "output_multiplier"):
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"models with config.{name} (here {getattr(config, name)}) are not supported")
-    softcap = getattr(config, "final_logit_softcapping", None)
-    targets = input_ids[selected]  # (N,)
-
-    def chunk_logps(hidden, targets, weight, bias):  # (n, D), (n,) -> (n,)
-        logits = F.linear(hidden.to(weight.dtype), weight, bias)
-        if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-        return -F.cross_entropy(logits / temperature, targets, reduction="none")
+    targets, softcap = input_ids[selected], getattr(config, "final_logit_softcapping", None)
+    how = max(1, max_logits // max(1, len(targets))), softcap, temperature
 
     def head_forward(hidden):  # (B, T, D) -> (N,)
-        hidden = hidden[:, :-1][selected[:, 1:]]
-        dtype = torch.promote_types(head.weight.dtype, torch.float32)
-        weight, bias = head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
-        chunks = zip(hidden.split(chunk_size), targets.split(chunk_size))
-        recomputed = {"use_reentrant": False, "preserve_rng_state": False}
-        return torch.cat([checkpoint(chunk_logps, *chunk, weight, bias, **recomputed) for chunk in chunks])
+        bias = head.weight.new_zeros(len(head.weight)) if head.bias is None else head.bias
+        return HeadLogps.apply(hidden[:, :-1][selected[:, 1:]], targets, head.weight, bias, *how)
 
     head.forward = head_forward
     if softcap:
@@ -260,14 +288,13 @@ def length_batches(lengths: list[int], batch_tokens: int = 16384):
 
 @torch.no_grad()
 def completion_logps(model, examples: list[Example], pad_id: int):
-    """`token_logps` of a data set: log-probs and mask of the completions, (N, T) float64 on the CPU, the same for any
-    number of ranks."""
+    """`token_logps` of a data set: log-probs and mask of the completions, (N, T) float64, on the CPU."""
     rank, world, device = dist.get_rank(), dist.get_world_size(), next(model.parameters()).device
     lengths = torch.tensor([len(x.completion_ids) for x in examples])
     mask = torch.arange(lengths.max()) < lengths[:, None]  # (N, T)
     logps = torch.zeros(mask.shape, dtype=torch.float64, device=device)
     batches = list(length_batches([x.length for x in examples]))
-    for first in range(0, len(batches), world):  # as many passes on every rank, as FSDP requires
+    for first in range(0, len(batches), world):  # as many passes on every rank
         batch = batches[min(first + rank, len(batches) - 1)]
         input_ids, chosen = pad_batch([examples[i] for i in batch], pad_id, device)
         found = token_logps(model, input_ids, chosen)[chosen.bool()].double()
@@ -277,35 +304,32 @@ def completion_logps(model, examples: list[Example], pad_id: int):
     return logps.cpu(), mask.double()
 
 
-def data_quality(args, reference, groups: list[tuple], names: tuple[str, str], needed: int) -> list[tuple]:
-    """Prints the quartiles of the average token log-probs at first (Figure 6) of every group's first and last example
-    (with and without a reward, if they are alone); drops groups whose first one is below --min-avg-logp. A ValueError
-    if fewer than `needed` are left."""
-    examples = [x for group in groups for x in group]
-    logps, mask = completion_logps(reference, examples, 0)
-    averages = (logps.sum(-1) / mask.sum(-1)).view(len(groups), -1)
-    good = torch.tensor([x.reward > 0 for x in examples]).view(len(groups), -1)
-    parts = (averages[:, 0], averages[:, -1]) if averages.shape[1] > 1 else (averages[good], averages[~good])
-    kept = [group for group, value in zip(groups, averages[:, 0].tolist()) if not value < args.min_avg_logp]
-    for name, values in zip(names, parts) if dist.get_rank() == 0 else ():
-        told = " ".join(f"{values.quantile(q):.2f}" for q in (0, 0.25, 0.5, 0.75, 1)) if len(values) else "none"
-        print(f"average token log-prob of {name} under the initial policy, nats, min q1 median q3 max: {told}")
-    if len(kept) < len(groups) and dist.get_rank() == 0:
-        print(f"--min-avg-logp {args.min_avg_logp}: {len(groups) - len(kept)} of {len(groups)} rows dropped")
+def data_quality(args, reference, groups: list[tuple], needed: int) -> list[tuple]:
+    """Prints the quartiles of the average token log-prob of every group's first example at first (Figure 6), and drops
+    those below --min-avg-logp. A ValueError if fewer than `needed` are left."""
+    logps, mask = completion_logps(reference, [group[0] for group in groups], 0)
+    averages = logps.sum(-1) / mask.sum(-1)
+    kept = [group for group, value in zip(groups, averages.tolist()) if not value < args.min_avg_logp]
+    if dist.get_rank() == 0:
+        told = " ".join(f"{averages.quantile(q):.2f}" for q in (0, 0.25, 0.5, 0.75, 1))
+        told += f"; {len(groups) - len(kept)} rows below --min-avg-logp dropped" * (len(kept) < len(groups))
+        print(f"average token log-prob under the initial policy, nats, min q1 median q3 max: {told}")
     if len(kept) < needed:
-        raise ValueError(f"{len(kept)} rows are left, and a batch takes {needed}; lower it")
+        raise ValueError(f"{len(kept)} rows are left, and a batch takes {needed}")
     return kept
 
 
 # --- generation ---
-# An engine is an unsharded transformers model or a vLLM engine, in the training process, one on every rank.
+# An engine is an unsharded transformers model or a vLLM engine, in every training process.
 
 
 def load_whole(auto, name: str, **how):
     """A model from safetensors files. A ValueError names weights that are missing, unexpected or mismatched, with which
-    transformers would go on; buffers, which a model computes, do not count."""
+    transformers would go on. Buffers do not count."""
     how |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
     model, info = auto.from_pretrained(name, **how)
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # the others leave the softcap out (Gemma 2)
     buffers, told = {key.rpartition(".")[2] for key, _ in model.named_buffers()}, []
     for what in ("missing", "unexpected", "mismatched"):
         keys = {key if isinstance(key, str) else key[0] for key in info[f"{what}_keys"]}
@@ -317,8 +341,7 @@ def load_whole(auto, name: str, **how):
 
 
 def start_engine(args, dtype: torch.dtype, device: torch.device, max_length: int):
-    """What --engine names; "auto" is vLLM where it is installed for this device, else transformers. Weights are right
-    only after `update_engine`. max_length: tokens of prompt and completion."""
+    """What --engine names. Weights are right only after `update_engine`. max_length: of prompt and completion."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
     name, how = args.engine, {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
     if name == "auto" and find_spec("vllm"):
@@ -340,7 +363,7 @@ def start_engine(args, dtype: torch.dtype, device: torch.device, max_length: int
     engine = LLM(
         args.model,
         max_model_len=max_length,
-        skip_tokenizer_init=True,  # token ids in, token ids out
+        skip_tokenizer_init=True,
         load_format="dummy",  # update_engine brings the weights
         hf_overrides={"head_dtype": "float32"},  # logits as exact as token_logps'
         generation_config="vllm",  # none of the model's own sampling defaults
@@ -355,7 +378,7 @@ def start_engine(args, dtype: torch.dtype, device: torch.device, max_length: int
 
 @torch.no_grad()
 def update_engine(engine, policy) -> None:
-    """Copies the FSDP2-sharded policy into the engine, one gathered parameter at a time."""
+    """Copies the policy into the engine, one gathered parameter at a time."""
     weights = ((name, parameter.full_tensor()) for name, parameter in policy.named_parameters())
     if isinstance(engine, torch.nn.Module):
         for target, (_, weight) in zip(engine.parameters(), weights, strict=True):
@@ -371,9 +394,8 @@ def update_engine(engine, policy) -> None:
 
 
 def generate(engine, prompts: list[list[int]], args, tokens: Tokens, seed: tuple, progress=None):
-    """A completion for every prompt, the same for any number of ranks: vLLM's requests have seeds of their own, and
-    transformers' batches are cut and seeded before they are dealt. Returns on every rank token ids, up to and with the
-    first end of turn, and vLLM's log-probs of them (at temperature 1, before the nucleus cut; else None)."""
+    """A completion for every prompt, the same for any number of ranks: vLLM's requests and transformers' batches have
+    seeds of their own. Returns token ids, up to and with the first end of turn, and vLLM's log-probs of them."""
     size, found = (args.generation_batch_size if isinstance(engine, torch.nn.Module) else 1), {}
     for first in range(dist.get_rank() * size, len(prompts), dist.get_world_size() * size):
         found[first] = prompts[first : first + size]
@@ -390,7 +412,7 @@ def generate(engine, prompts: list[list[int]], args, tokens: Tokens, seed: tuple
         how |= {"ignore_eos": True, "stop_token_ids": list(tokens.eos_ids), "detokenize": False}
         params = [SamplingParams(seed=seed, **how) for seed in seeds.values()]
         requests = [{"prompt_token_ids": list(rows[0])} for rows in found.values()]
-        shown = progress and not progress.disable and (lambda rows=None, **_: progress if rows is None else rows)
+        shown = progress is not None and not progress.disable
         for first, result in zip(found, engine.generate(requests, params, use_tqdm=shown), strict=True):
             ids = list(result.outputs[0].token_ids)
             logps = [step[token].logprob for token, step in zip(ids, result.outputs[0].logprobs, strict=True)]
@@ -423,7 +445,7 @@ def _generate_hf(model, prompts: list[list[int]], args, tokens: Tokens, seed: in
 
 @torch.no_grad()
 def engine_difference(engine, policy, examples: list[Example], engine_logps, pad_id: int) -> tuple[float, float]:
-    """Mean and maximum of |log-prob of the engine - of the policy| over a few samples, in nats."""
+    """Mean and maximum of |log-prob of the engine - of the policy|, in nats."""
     input_ids, mask = pad_batch(examples, pad_id, next(policy.parameters()).device)
     logps = token_logps(policy, input_ids, mask)[mask.bool()]
     if isinstance(engine, torch.nn.Module):
@@ -445,9 +467,9 @@ def load_reward_model(name: str, dtype: torch.dtype, device: torch.device, trust
 
 @torch.no_grad()
 def reward_scores(model, tokenizer, samples: list[tuple]) -> torch.Tensor:
-    """A reward model's scores: its one output, or the `score` that a model with code of its
-    own returns (ArmoRM). (N,) float64 on the CPU. samples: (prompt, completion text, finished), the prompt a string or
-    messages, rendered by the chat template if there is one; an unfinished completion without the end of its turn."""
+    """A reward model's one output, or the `score` that its own code returns (ArmoRM); (N,) float64 on the CPU. samples:
+    (prompt, completion text, finished), rendered by its chat template if it has one; an unfinished completion without
+    the end of its turn."""
     encoded, config = [], model.config.get_text_config()
     for prompt, completion, finished in samples:
         if tokenizer.chat_template:
@@ -456,7 +478,7 @@ def reward_scores(model, tokenizer, samples: list[tuple]) -> torch.Tensor:
             try:
                 text = render(tokenizer, messages, continue_final_message=not finished)
             except ValueError:
-                text = render(tokenizer, messages)  # the template changes it
+                text = render(tokenizer, messages)
         else:
             text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
             text += completion + (tokenizer.eos_token or "") * finished
@@ -478,10 +500,10 @@ def reward_scores(model, tokenizer, samples: list[tuple]) -> torch.Tensor:
 
 
 class Sampler:
-    """Completions of the present policy and their rewards. Rollouts and evaluation both come here."""
+    """Completions of the present policy and their rewards, for rollouts and evaluation."""
 
     def __init__(self, args, config, tokens: Tokens, dtype: torch.dtype, device: torch.device):
-        """Loads the reward model, if there is one; the engine starts with the first sample."""
+        """Loads the reward model; the engine starts with the first sample."""
         self.args, self.tokens, self.dtype, self.device = args, tokens, dtype, device
         self.engine, self.judge, self.metrics = None, None, {}  # metrics: of the last call, for the log
         positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
@@ -511,14 +533,13 @@ class Sampler:
                     raise
                 raise ValueError(f"the policy's probabilities are {DIVERGED}") from error
         if not isinstance(self.engine, torch.nn.Module) and self.device.type == "cuda":
-            self.engine.sleep(level=2)  # until the next update
+            self.engine.sleep(level=2)
         few = [prompt._replace(completion_ids=part) for prompt, part in zip(repeated[:8], ids)]
         mean, largest = engine_difference(self.engine, policy, few, logps[:8], self.tokens.pad_id)
         if not math.isfinite(largest):
             raise ValueError(f"the policy's log-probs are {DIVERGED}")
         if (mean if args.dtype == "bfloat16" else 100 * largest) > 0.1:
-            told = f"{mean:.2g} on average, {largest:.2g} at most (nats)"
-            raise ValueError(f"--engine {args.engine} samples another model: its log-probs differ by {told}")
+            raise ValueError(f"--engine {args.engine} samples another model: log-probs differ by {mean} to {largest}")
         texts = self.tokens.tokenizer.batch_decode(ids, skip_special_tokens=True)
         finished, rewards = [part[-1] in self.tokens.eos_ids for part in ids], [math.nan] * len(ids)
         if self.judge:
@@ -530,13 +551,13 @@ class Sampler:
                 raise ValueError(f"the scores of --reward-model {args.reward_model} are {DIVERGED}")
         columns = zip(repeated, ids, rewards, texts, finished)
         samples = [x._replace(completion_ids=i, reward=r, text=t, finished=f) for x, i, r, t, f in columns]
-        self.metrics = {f"rollout/{name}_mean": mean_and_se(v)[0] for name, v in sample_statistics(samples).items()}
+        self.metrics = {f"rollout/{name}_mean": v.mean().item() for name, v in sample_statistics(samples).items()}
         self.metrics |= {"rollout/logp_diff_mean": mean, "rollout/logp_diff_max": largest}
         self.metrics["perf/rollout_time"] = time.perf_counter() - started
         return [samples[first : first + count] for first in range(0, len(samples), count)]
 
     def evaluate(self, policy, prompts: list[Example], initial: dict) -> tuple[dict, list[Example]]:
-        """Samples for the first prompts, and statistics; wins are against those in `initial`."""
+        """Samples for the first prompts, and statistics; wins are against `initial`."""
         if not (prompts := prompts[: self.args.eval_samples]):
             return {}, []
         samples = [group[0] for group in self.sample(policy, prompts, 1, (self.args.seed, 0))]
@@ -555,21 +576,17 @@ def sample_statistics(samples: list[Example], baseline: list[Example] | None = N
 
 
 def win_rate(rewards, baseline):
-    """1 where a reward is higher than the baseline's, 0.5 where they tie, else 0."""
+    """1 where a reward is higher than the baseline's, 0.5 where they tie."""
     return (rewards > baseline) + 0.5 * (rewards == baseline)
 
 
-def mean_and_se(values) -> tuple[float, float]:
-    """Mean and standard error of the mean (sample standard deviation / √n; 0 for a single value)."""
-    values = torch.as_tensor(values, dtype=torch.float64)
-    return values.mean().item(), (values.std(correction=min(1, len(values) - 1)) / math.sqrt(len(values))).item()
-
-
-def means(values: dict[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
-    """`mean_and_se` of every metric. A ValueError if a value is not finite."""
-    if bad := [key for key, value in values.items() if not value.isfinite().all()]:
+def means(metrics: dict[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
+    """Means and their standard errors (sample standard deviation / √n; 0 for a single value). A ValueError if a value
+    is not finite."""
+    if bad := [key for key, values in metrics.items() if not values.isfinite().all()]:
         raise ValueError(f"{', '.join(bad)} {DIVERGED}")
-    return {key: mean_and_se(value) for key, value in values.items()}
+    errors = {key: v.double().std(correction=min(1, len(v) - 1)) / math.sqrt(len(v)) for key, v in metrics.items()}
+    return {key: (values.double().mean().item(), errors[key].item()) for key, values in metrics.items()}
 
 
 def write(path: Path, text: str) -> None:
@@ -579,27 +596,20 @@ def write(path: Path, text: str) -> None:
 
 
 def peak_memory(device: torch.device) -> float:
-    """GiB since the process began: CUDA allocations or, on the CPU, resident memory."""
+    """GiB since the process began: CUDA allocations, or resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
 class Log:
-    """metrics.jsonl, and the same in TensorBoard and, with --track, Weights & Biases."""
+    """metrics.jsonl, and the same in TensorBoard; from step `start` on, where a run is resumed."""
 
-    def __init__(self, args, folder: Path, start: int):
-        """Drops the lines that a run which is resumed at step `start` wrote after it."""
-        path, run_id = folder / "metrics.jsonl", folder / "wandb_run_id"
+    def __init__(self, folder: Path, start: int):
+        path = folder / "metrics.jsonl"
         lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
         write(path, "".join(line for line in lines if line.endswith("}\n") and json.loads(line)["step"] < start))
         self.file = path.open("a", buffering=1)
-        if args.track:
-            import wandb
-
-            how = {"resume": "allow", "name": folder.name, "config": asdict(args), "sync_tensorboard": True}
-            run = wandb.init(id=run_id.read_text() if run_id.exists() else None, **how)
-            run_id.write_text(run.id)
         self.writer = SummaryWriter(folder, purge_step=start)
 
     def write(self, metrics: dict) -> None:
@@ -621,10 +631,9 @@ def report(folder: Path, before: dict, after: dict, samples_before: list, sample
     for key in after:
         print(f"{key:24}" + "".join(f"{mean:10.3f} ± {error:7.3f}" for mean, error in (before[key], after[key])))
     questions = [x.prompt if isinstance(x.prompt, str) else x.prompt[-1]["content"] for x in samples_after]
-    shown = {q: samples for q, *samples in reversed(list(zip(questions, samples_before, samples_after)))}
-    for question in list(dict.fromkeys(questions))[:4]:
+    for question, *samples in list(zip(questions, samples_before, samples_after))[:4]:
         print(f"\nprompt: {question}")
-        for when, sample in zip(("before", "after"), shown[question]):
+        for when, sample in zip(("before", "after"), samples):
             print(f"{when}: {sample.text}" + ("" if math.isnan(sample.reward) else f"  [reward {sample.reward:.2f}]"))
     rows = [dict(instruction=q, output=s.text, generator=folder.name) for q, s in zip(questions, samples_after)]
     if rows:
@@ -653,8 +662,7 @@ _NAME = r"\s*(?:\\?[A-Za-z]|\\?[A-Za-z]{3,}|\\text\{[^}]*\})(?:_\w|_\{\w+\})?(?:
 
 
 def start_grader(workers: int = 0, time_limit: float = 5.0):
-    """A pool of processes, by default up to 8 that share the rank's cores, until `stop` and `join` or the script's end.
-    time_limit: CPU seconds for one answer."""
+    """A pool of processes, by default up to 8, until `stop` and `join`. time_limit: CPU seconds for one answer."""
     cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     from pebble import ProcessPool
 
@@ -666,8 +674,8 @@ def start_grader(workers: int = 0, time_limit: float = 5.0):
 
 
 def gold_answers(pool, rows: dict[int, dict]) -> dict[int, str]:
-    """{row number: gold answer}: `answer`, text or a number, or the `solution` with a \\boxed{…}; without those that
-    `parse_answers` drops. A ValueError if a row has neither."""
+    """{row number: gold answer}: `answer`, or `solution` with a \\boxed{…}; without those that `parse_answers` drops. A
+    ValueError if a row has neither."""
     golds = {}
     for number, row in rows.items():
         answer, solution = row.get("answer"), row.get("solution")
@@ -708,9 +716,8 @@ def math_rewards(pool, completions: list[str], golds: list[str]) -> tuple[dict[s
 
 
 def grade(pool, completions: list[str], golds: list[str]) -> tuple[list[float], int]:
-    """1 for every completion whose answer equals its gold answer, 0 for the others, and how
-    many are 0 because grading was stopped. What is the answer, and what is equal: docs/grpo_math.md. golds: from
-    `parse_answers`, one for each completion. A RuntimeError if something outside killed an idle worker."""
+    """1 for every completion whose answer equals its gold answer (docs/grpo_math.md), 0 for the others, and how many
+    are 0 because grading was stopped. golds: from `parse_answers`. A RuntimeError if a worker was killed idle."""
     inside = [completion.rpartition("</answer>")[0].rpartition("<answer>")[1:] for completion in completions]
     answers = [answer if tag else completion for (tag, answer), completion in zip(inside, completions)]
     verdicts = _judge_all(pool, list(zip(golds, answers, strict=True)))

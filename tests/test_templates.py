@@ -171,7 +171,7 @@ def test_a_token_beyond_the_embedding_is_named_with_its_row(tmp_path):
     new = tokenizer_with(tmp_path / "model", additional_special_tokens=["<extra>"])
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = refused([*SHORT, "--model", model, "--dataset", str(tmp_path / "rows.jsonl")])
-    assert f"line 6: token '<extra>' has the id {new}, and the model's embedding has {new} rows" in said
+    assert f"line 6: token '<extra>' has the id {new}, and the embedding has {new} rows" in said
 
 
 def test_an_end_of_turn_beyond_the_embedding_is_named(tmp_path):

@@ -1,0 +1,78 @@
+"""One rank: loads models with the script, and compares them with transformers' own, or measures the memory it takes."""
+
+import json
+import os
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import dpo_humanline as script
+
+
+def load(folder: str, dtype: torch.dtype, compute_dtype: torch.dtype):
+    args = script.parse_args(["--model", folder, "--dataset", "none.jsonl"])
+    return script.load_models(args, AutoConfig.from_pretrained(folder), compute_dtype, dtype, torch.device("cpu"))
+
+
+@torch.no_grad()
+def compare(folder: str) -> None:
+    """Policy and reference have the logits of an unsharded fp32 model, bit for bit, also after a sync."""
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if getattr(plain.config, "attn_logit_softcapping", None):
+        plain.set_attn_implementation("eager")
+    policy, reference = load(folder, torch.float32, torch.float32)
+    input_ids = torch.randint(0, plain.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
+    assert {p.dtype for p in [*policy.parameters(), *reference.parameters()]} == {torch.float32}
+    assert policy.training and not reference.training and not any(p.requires_grad for p in reference.parameters())
+    for factor in (1.0, 1.25):
+        for parameter in plain.parameters():
+            parameter.mul_(factor)
+        for parameter in policy.parameters():
+            parameter.to_local().mul_(factor)
+        script.sync_reference(reference, policy)
+        wanted = plain(input_ids).logits
+        assert torch.equal(policy.eval()(input_ids).logits, wanted), f"policy {folder} {factor}"
+        assert torch.equal(reference(input_ids).logits, wanted), f"reference {folder} {factor}"
+        policy.train()
+    half, reference = load(folder, torch.bfloat16, torch.bfloat16)
+    assert {p.dtype for p in half.parameters()} == {torch.float32}
+    assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
+    assert torch.equal(half.eval()(input_ids).logits, reference(input_ids).logits)
+
+
+def memory(folder: str) -> None:
+    """Prints the peak of the summed memory of all ranks while they load, in bytes beyond what they had before."""
+    pids, peak, done = [None] * dist.get_world_size(), 0, threading.Event()
+    load(f"{folder}-small", torch.float32, torch.float32)  # imports, and what is allocated once
+    dist.all_gather_object(pids, os.getpid())
+
+    def proportional_set_size() -> int:
+        rollups = [open(f"/proc/{pid}/smaps_rollup").read() for pid in pids]
+        return sum(int(text.partition("\nPss:")[2].split()[0]) for text in rollups) * 1024
+
+    def watch():
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, proportional_set_size())
+            time.sleep(0.02)
+
+    before = proportional_set_size()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        threading.Thread(target=watch).start()
+    models = load(folder, torch.float32, torch.float32)
+    dist.barrier()
+    done.set()
+    print(json.dumps({"peak": peak - before, "parameters": sum(p.numel() for p in models[0].parameters())}))
+
+
+if __name__ == "__main__":
+    for port, (task, folder) in zip(json.loads(os.environ["PORTS"]), json.loads(sys.argv[1])):
+        os.environ["MASTER_PORT"] = str(port)
+        script.setup()
+        {"compare": compare, "memory": memory}[task](folder)
+        dist.destroy_process_group()

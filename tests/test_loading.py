@@ -1,0 +1,67 @@
+"""Policy and reference are the model in the files, whatever its architecture and dtype, and take no more memory than
+their shards and the files' pages."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import TOY, run_ranks
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
+
+SIZES = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+MODELS = {
+    "Llama": LlamaConfig(**SIZES),
+    "Qwen2, tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "Gemma 2, tied, with softcaps and a scaled embedding": Gemma2Config(**SIZES),
+    "GPT-2, tied, absolute positions": GPT2Config(
+        vocab_size=99, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2
+    ),
+    "Mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+    "Qwen3-MoE": Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[str]:
+    """Each model in a bf16 file, and one whose file is fp32 though its config.json says bf16."""
+    found = []
+    for name, config in MODELS.items():
+        torch.manual_seed(0)
+        found.append(str(tmp_path_factory.mktemp(name.split(",")[0])))
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(found[-1])
+    found.append(str(tmp_path_factory.mktemp("wide")))
+    AutoModelForCausalLM.from_config(MODELS["Llama"], dtype=torch.float32).save_pretrained(found[-1])
+    path = tmp_path_factory.getbasetemp() / found[-1] / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "bfloat16"}))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_sharded_models_have_the_logits_of_the_unsharded_one_bit_for_bit(folders, ranks):
+    run_ranks(ranks, [["compare", folder] for folder in folders], "loading_worker.py")
+
+
+def test_the_ranks_of_a_machine_share_the_pages_of_the_files(tmp_path):
+    sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+    for name, layers in (("model", 12), ("model-small", 1)):
+        model = AutoModelForCausalLM.from_config(
+            LlamaConfig(vocab_size=8000, num_hidden_layers=layers, **sizes), dtype=torch.bfloat16
+        )
+        model.save_pretrained(tmp_path / name, max_shard_size="80MB")
+        AutoTokenizer.from_pretrained(TOY / "policy").save_pretrained(tmp_path / name)
+    found = json.loads(run_ranks(4, [["memory", str(tmp_path / "model")]], "loading_worker.py").splitlines()[-1])
+    shutil.rmtree(tmp_path)
+    assert found["parameters"] > 1e8
+    # Policy and reference take 4 bytes a parameter each, the files 2; a whole copy in fp32 on every rank would take 16.
+    assert found["peak"] < 1.2 * (4 + 4 + 2) * found["parameters"]
