@@ -1,0 +1,168 @@
+"""Every command of the README and the docs that starts a script: torchrun and the script take its flags."""
+
+import importlib
+import json
+import re
+import shlex
+from dataclasses import asdict
+
+import pytest
+from conftest import ROOT
+from torch.distributed.run import parse_args as parse_torchrun
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+STAND_INS = {"N": "2", "FLAGS": ""}  # what a reader replaces
+
+TABLE_1 = {"k": 1, "log_epsilon_P": -1.5, "log_epsilon_R": 1.5, "temperature": 0.7, "top_p": 0.95}
+TABLE_1 |= {"num_steps": 312, "adam_eps": 1e-5, "weight_decay": 1e-2, "warmup_fraction": 0.1, "max_new_tokens": 2048}
+TABLE_1 |= {"round_prompts": 1024, "samples_per_prompt": 8, "reward_threshold": 0.01}
+
+# Table 3: learning rate, β, maximal gradient norm, and λ_D or ε; by script, online, humanline.
+TABLE_3 = {
+    ("kto", False, False): (5e-6, 0.25, 1.0, 1.1),
+    ("kto", False, True): (5e-6, 0.25, 4.0, 1.1),
+    ("kto", True, False): (2.5e-6, 0.25, 0.5, 1.1),
+    ("kto", True, True): (2.5e-6, 0.25, 0.1, 1.1),
+    ("dpo", False, False): (5e-6, 0.1, 1.0, None),
+    ("dpo", False, True): (5e-6, 0.1, 1.0, None),
+    ("dpo", True, False): (2.5e-6, 0.1, 0.5, None),
+    ("dpo", True, True): (2.5e-6, 0.1, 1.0, None),
+    ("grpo", False, False): (5e-6, 0.01, 1.0, 0.5),
+    ("grpo", False, True): (5e-6, 0.01, 1.0, 0.15),
+    ("grpo", True, False): (5e-6, 0.01, 1.0, 0.15),
+    ("grpo", True, True): (5e-6, 0.01, 0.5, 0.15),
+}
+
+
+def starts_of_scripts(text: str) -> list[list[str]]:
+    """The words of every command in shell `text` that starts a *_humanline.py. Arrays, NAME=(…), and the first value of
+    loops are put in, stand-ins replaced, and continued lines joined."""
+    names = {}
+    text = text.replace("\\\n", " ")
+    for name, value in re.findall(r"^(\w+)=\(([^)]*)\)", text, re.MULTILINE):
+        for known, its_value in names.items():
+            value = value.replace(f'"${{{known}[@]}}"', its_value)
+        names[name] = " ".join(value.split())
+    text = re.sub(r"^\w+=\([^)]*\)", "", text, flags=re.MULTILINE)
+    loops = dict(re.findall(r"\bfor (\w+) in (\w+)", text))
+    commands = []
+    for line in text.split("\n"):
+        for name, value in names.items():
+            line = line.replace(f'"${{{name}[@]}}"', value)
+        for name, value in loops.items():
+            line = line.replace(f"${name}", value)
+        words = shlex.shlex(line, posix=True, punctuation_chars=True)
+        words.whitespace_split = True
+        command = []
+        for word in [*words, ";"]:
+            if word.strip(";&|()<>"):
+                command.append(STAND_INS.get(word, word))
+            else:
+                commands.append(command[command[:1] == ["do"] :])
+                command = []
+    wanted = [[word for word in command if word] for command in commands]
+    return [c for c in wanted if c[:1] in (["torchrun"], ["python"]) and any(w.endswith("_humanline.py") for w in c)]
+
+
+def commands_of(page) -> list[tuple[str, list[str]]]:
+    """(where it stands, words), from the blocks of shell code and from `code` within the text."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    blocks += [code for code in re.findall(r"`([^`\n]+)`", prose) if code.startswith(("torchrun ", "python ", "for "))]
+    return [(page.name, words) for block in blocks for words in starts_of_scripts(block)]
+
+
+COMMANDS = [found for page in PAGES for found in commands_of(page)]
+
+
+def parse(words: list[str], folder, monkeypatch):
+    """The script and its arguments, checked as a run checks them first. A SystemExit if anything is wrong."""
+    world, (script, *flags) = 1, words[1:]
+    if words[0] == "torchrun":
+        launch = parse_torchrun(words[1:])
+        script, flags = launch.training_script, launch.training_script_args
+        world = int(launch.nnodes.split(":")[-1]) * int(launch.nproc_per_node)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", launch.nproc_per_node)
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    name = (ROOT / script).stem
+    module = importlib.import_module(name)
+    if "--help" in flags:
+        with pytest.raises(SystemExit) as stop:
+            module.parse_args(flags)
+        assert not stop.value.code
+        return name, flags, None
+    if "--resume" in flags:  # of a run that its reader has
+        (folder / "args.json").write_text(json.dumps(asdict(module.Args(**module.TOY)) | {"script": name}))
+        flags[flags.index("--resume") + 1] = str(folder)
+    args = module.parse_args(flags)
+    size = args.prompts_per_step * args.group_size if name == "grpo_math_humanline" else args.batch_size
+    module.check_flags(args, size)
+    return name, flags, args
+
+
+def without_effect(name: str, flags: list[str], args) -> list[str]:
+    """The flags that could be left out, because the default is the same."""
+    module, idle = importlib.import_module(name), []
+    starts = [i for i, word in enumerate(flags) if word.startswith("--")]
+    for start, end in zip(starts, [*starts[1:], len(flags)]):
+        if module.parse_args(flags[:start] + flags[end:]) == args:
+            idle.append(flags[start])
+    return idle
+
+
+def test_commands_are_found_in_every_page_of_a_script():
+    pages = [page for page, _ in COMMANDS]
+    assert {"README.md", "dpo.md", "kto.md", "grpo.md", "grpo_math.md", "alpaca_eval.md"} <= set(pages)
+    assert len(COMMANDS) > 40
+
+
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda part: part if isinstance(part, str) else "")
+def test_a_script_takes_the_flags_of_a_command(page, words, tmp_path, monkeypatch, capsys):
+    try:
+        name, flags, args = parse(words, tmp_path, monkeypatch)
+    except SystemExit:
+        pytest.fail(f"{page}: {shlex.join(words)}\n{''.join(capsys.readouterr())}")
+    if args and "--model" in flags and "--resume" not in flags:
+        idle = without_effect(name, flags, args)
+        assert not idle, f"{page}: {shlex.join(words)}: {', '.join(idle)}: the default is the same"
+
+
+def test_the_commands_for_llama_are_the_runs_of_table_3(tmp_path, monkeypatch):
+    found = []
+    for page, words in COMMANDS:
+        if page == "README.md" and "meta-llama/Meta-Llama-3-8B-Instruct" in words and "--nnodes" not in words:
+            name, _, args = parse(words, tmp_path, monkeypatch)
+            method = name.removesuffix("_humanline")
+            own = getattr(args, {"kto": "lambda_D", "grpo": "epsilon"}.get(method, ""), None)
+            found.append(((method, args.online, args.humanline), (args.lr, args.beta, args.max_grad_norm, own)))
+            assert asdict(args).items() >= TABLE_1.items() and args.batch_size == (32 if method == "dpo" else 64)
+            assert bool(args.reward_model) == args.online and args.eval_samples == 805
+    assert sorted(found, key=str) == sorted(TABLE_3.items(), key=str)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "torchrun dpo_humanline.py --no-such-flag",
+        "torchrun --processes 4 dpo_humanline.py",
+        "torchrun dpo_humanline.py --epsilon 0.5",
+        "torchrun --nproc-per-node 3 dpo_humanline.py",
+        "python dpo_humanline.py --online --model mine",
+        'RUN=(--lr 1e-5\n  --k -1)\npython kto_humanline.py "${RUN[@]}"',
+        "for seed in one two; do python dpo_humanline.py --seed $seed; done",
+    ],
+)
+def test_a_wrong_command_is_noticed(command, tmp_path, monkeypatch):
+    (words,) = starts_of_scripts(command)
+    with pytest.raises(SystemExit) as stop:
+        parse(words, tmp_path, monkeypatch)
+    assert stop.value.code
+
+
+def test_a_flag_that_repeats_the_default_is_noticed(tmp_path, monkeypatch):
+    (words,) = starts_of_scripts("python dpo_humanline.py --model mine --dataset pairs.jsonl --lr 5e-6 --online")
+    with pytest.raises(SystemExit):  # no reward model
+        parse(words, tmp_path, monkeypatch)
+    name, flags, args = parse(words[:-1], tmp_path, monkeypatch)
+    assert without_effect(name, flags, args) == ["--lr"]
