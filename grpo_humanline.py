@@ -190,10 +190,10 @@ def sync_reference(reference, policy) -> None:
 def fail(message: str):
     """Ends the run with exit code 1. Every rank comes here; rank 0 prints."""
     if os.environ.get("RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun ends it
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(30)
     print(f"error: {message}", file=sys.stderr, flush=True)
-    if dist.is_initialized() and dist.get_backend() == "gloo":  # its threads may abort the exit
+    if dist.is_initialized() and dist.get_backend() == "gloo":  # or its threads abort
         dist.destroy_process_group()
     raise SystemExit(1)
 
@@ -250,7 +250,7 @@ def load_groups(args, flag: str, name: str, split: str, tokens, sizes, hashes: d
     if not groups:
         fail(f"{told}; none is left")
     if "instruction" in row and min(len(groups), args.eval_samples) < len(rows):
-        told += "; AlpacaEval's length-controlled win rate needs all: raise --eval-samples"
+        told += "; AlpacaEval's length-controlled win rate is wrong without all"
     if odd := [group[0].row for group in groups if len(group) != len(groups[0])]:
         fail(f"{flag} {name}, line {odd[0]}: not as many completions as in line {groups[0][0].row}")
     hashes[f"{flag} {name}"] = content.hexdigest()
@@ -342,11 +342,13 @@ def load_config(args):
 
 def shard_model(args, model, compute_dtype: torch.dtype, device):
     """FSDP2: each decoder block, an untied embedding and head, then what is left, the root."""
-    world, size = dist.get_world_size(), args.shard_size
+    world = dist.get_world_size()
+    size = args.shard_size or world
+    dims = slice(size == world, None)  # both for HSDP
     units = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     units += ends if ends[0].weight is not ends[1].weight else []
-    mesh = init_device_mesh(device.type, (world // size, size) if size else (world,))
+    mesh = init_device_mesh(device.type, (world // size, size)[dims], mesh_dim_names=("replicate", "shard")[dims])
     mixed = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.promote_types(compute_dtype, torch.float32))
     # The root too: left gathered by a no-grad forward, it would miss the next sync.
     shard = {"mesh": mesh, "mp_policy": mixed, "reshard_after_forward": True}
@@ -416,7 +418,7 @@ def open_folder(args, hashes: dict) -> tuple:
         if dist.get_rank() == 0:
             (folder[0] / "checkpoints").mkdir(parents=True, exist_ok=True)
             lock.acquire()
-        dist.broadcast_object_list(folder)  # one clock, one lock
+        dist.broadcast_object_list(folder)
     folder = folder[0]
     for checkpoint in (found := find_checkpoints(folder / "checkpoints")):
         try:
@@ -508,9 +510,7 @@ def check_flags(args, batch_size: int) -> None:
             fail(f"--{name.replace('_', '-')} is {value}; it must be {text}")
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world % (args.shard_size or 1) or batch_size % (world * (args.micro_batch_size or 1)):
-        fail(
-            f"{world} ranks: a multiple of --shard-size, and a batch of {batch_size} one of ranks x --micro-batch-size"
-        )
+        fail(f"{world} ranks must be n x --shard-size, a batch of {batch_size} n x ranks x --micro-batch-size")
     if args.clip == "sample" and (args.M < 1 or math.exp(args.log_epsilon_P - args.log_epsilon_R) == 0):
         fail("--clip sample needs finite bounds, and --M of at least 1")
     if getattr(args, "online", False) and not (args.reward_model and args.temperature and args.min_avg_logp < -1e9):
@@ -587,15 +587,15 @@ def main(args: Args) -> None:
             groups = utils.data_quality(args, reference, groups, groups_per_step)
     # --- shared: prepare
     settings = {"lr": args.lr, "eps": args.adam_eps, "weight_decay": args.weight_decay}
-    optimizer = torch.optim.AdamW(policy.parameters(), **settings, fused=device.type == "cuda")  # leaner
+    optimizer = torch.optim.AdamW(policy.parameters(), **settings, fused=device.type == "cuda")
     if rank == 0:
         record = asdict(args) | {"script": Path(__file__).stem, "resume": "", "output_dir": ""}
         utils.write(output_dir / "args.json", json.dumps(record, indent=2))
     before, samples_before = evaluation()  # of θ_0, also on resume
-    start, last_sync, last_round, round_number, pool, rollout = 0, 0, 0, 0, [], {}  # pool: groups not yet trained on
+    start, last_sync, last_round, round_number, pool, rollout = 0, 0, 0, 0, [], {}  # pool: groups to train on
     if checkpoint:
         load_checkpoint(checkpoint, policy, reference, optimizer)
-        start, last_sync, last_round, round_number, rollout, *_ = state.values()  # in the order saved
+        start, last_sync, last_round, round_number, rollout, *_ = state.values()  # as saved
         rows = pyarrow.parquet.read_table(checkpoint / "pool.parquet").to_pylist()
         pool = [tuple(utils.Example(**example) for example in row["group"]) for row in rows]
     for group in optimizer.param_groups:

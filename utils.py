@@ -37,11 +37,11 @@ DIVERGED = "not finite: look at the model and the data, or lower --lr or --max-g
 
 
 class Example(NamedTuple):
-    row: int  # of the data set, from 1: the line of a json lines file
+    row: int  # of the data set, from 1
     prompt: str | list  # text, or messages if there is a chat template
     prompt_ids: list[int]
     completion_ids: list[int] = []  # ends with the end-of-turn token, unless it was cut
-    reward: float = 0.0  # a score; chosen or desirable 1, rejected or undesirable 0; nan for a sample without
+    reward: float = 0.0  # a score; chosen 1, rejected 0; nan for a sample without
     text: str = ""  # of a sample
     finished: bool = True  # a sample that ended by itself
 
@@ -69,7 +69,8 @@ def load_tokens(args, config) -> Tokens:
     longest = max(args.max_length, args.max_prompt_length + args.max_new_tokens)
     if getattr(text_config, "rope_parameters", None) is None and longest > positions:
         raise ValueError(f"--max-length or --max-new-tokens: {longest} tokens, and it has {positions} positions")
-    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
+    how = {"trust_remote_code": args.trust_remote_code, "mistral_format": False}
+    tokenizer = AutoTokenizer.from_pretrained(args.model, **how)
     if args.chat_template:
         tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8", errors="replace")
     tokenizer.eos_token = args.eos_token or tokenizer.eos_token
@@ -77,7 +78,7 @@ def load_tokens(args, config) -> Tokens:
         raise ValueError(f"its vocabulary has no end-of-turn token {args.eos_token!r}: name one with --eos-token")
     check_ids(tokenizer, [tokenizer.eos_token_id], rows)
     eos_ids, sources = {tokenizer.eos_token_id}, [text_config]
-    with contextlib.suppress(OSError):  # the model comes without one
+    with contextlib.suppress(OSError):  # there is none
         sources += [GenerationConfig.from_pretrained(args.model)]
     for ids in (source.eos_token_id for source in sources):
         eos_ids |= {ids} if isinstance(ids, int) else set(ids or ())
@@ -99,13 +100,13 @@ def hint(row: dict) -> str:
     if "conversations" in row:
         return ' (ShareGPT: make {"from": "human", "value": …} a message {"role": "user", "content": …})'
     transcripts = row.keys() == {"chosen", "rejected"} and {type(text) for text in row.values()} == {str}
-    return " (a prompt is what chosen and rejected share, up to the last marker, such as Assistant:)" * transcripts
+    return " (a prompt is what both share, up to the last marker, such as Assistant:)" * transcripts
 
 
 def to_text(tokenizer, prompt, completions: list):
     """Prompt as messages (text without a template), completions as texts (None: not one assistant message)."""
     if isinstance(prompt, list) and not tokenizer.chat_template:
-        raise ValueError("a conversation needs a chat template, and the tokenizer has none: --chat-template FILE")
+        raise ValueError("a conversation needs a chat template: --chat-template FILE")
     prompt_turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     turns = [c if isinstance(c, list) else [{"role": "assistant", "content": c}] for c in completions]
     for message in itertools.chain(prompt_turns, *turns):
@@ -117,23 +118,25 @@ def to_text(tokenizer, prompt, completions: list):
 
 def render(tokenizer, messages: list, **how) -> str:
     try:
+        how["strftime_now"] = lambda form: time.strftime(form, time.gmtime(1722e6))  # not the day of the run
         return tokenizer.apply_chat_template(messages, tokenize=False, **how)
     except Exception as error:
         raise ValueError(f"the chat template cannot render it: {error}") from error
 
 
 def show_tokens(tokens: Tokens, example: Example) -> None:
-    """Prints what ends a turn, and how a prompt and a completion end, as the model sees them."""
-    for name, ids in zip(("end of turn", "a prompt", "its completion"), (tokens.eos_ids, *example[2:4])):
-        if dist.get_rank() == 0:
-            print(f"{name}:", *map(repr, tokens.tokenizer.convert_ids_to_tokens(list(ids)[-8:])))
+    """Prints what ends a turn, and how a prompt ends and its completion begins and ends, as the model sees them."""
+    parts = sorted(tokens.eos_ids), example.prompt_ids[-8:], example.completion_ids[:8], example.completion_ids[-4:]
+    for name, ids in zip(("end of turn", "a prompt ends", "its completion begins", "and ends"), parts):
+        if ids and dist.get_rank() == 0:
+            print(f"{name}:", *map(repr, tokens.tokenizer.convert_ids_to_tokens(ids)))
 
 
 def encode_prompt(tokenizer, prompt) -> list[int]:
     """Prompt ids, for training, sampling and evaluation."""
     if isinstance(prompt, str):
-        ids = tokenizer(prompt).input_ids
-        return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # added
+        ids, end = tokenizer(prompt).input_ids, tokenizer.eos_token
+        return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] and not prompt.endswith(end) else ids
     return tokenizer(render(tokenizer, prompt, add_generation_prompt=True), add_special_tokens=False).input_ids
 
 
@@ -146,20 +149,20 @@ def encode_completion(tokens: Tokens, prompt, prompt_ids: list[int], completion:
         whole = render(tokenizer, [*prompt, {"role": "assistant", "content": completion}])
         if not whole.startswith(before):
             raise ValueError("the chat template renders a prompt differently once it is answered: pass --chat-template")
-        completion, text = whole[len(before) :], completion
-        if "".join(text.split()) not in "".join(completion.split()):
+        turn, text, completion = whole[len(render(tokenizer, prompt)) :], completion, whole[len(before) :]
+        if "".join(text.split()) not in "".join(turn.split()):  # <think> may be before
             return [], "completion changed by the chat template"
-    ids = tokenizer(whole or prompt + completion, add_special_tokens=whole is None).input_ids
-    if ids[: len(prompt_ids)] == prompt_ids:
-        ids = ids[len(prompt_ids) :]
-    else:
-        ids = tokenizer(completion, add_special_tokens=False).input_ids
+    ids, start = tokenizer(whole or prompt + completion, add_special_tokens=whole is None).input_ids, prompt_ids
+    for first in ("\n", ""):  # if a token spans both (alone, SentencePiece would put a space in front)
+        if ids[: len(start)] != start:
+            start, ids = (tokenizer(text, add_special_tokens=False).input_ids for text in (first, first + completion))
+    ids = ids[len(start) :]
     end = next((i for i, token in enumerate(ids) if token in eos_ids), None)
     if end is None:
         return [*ids, tokenizer.eos_token_id], ""
     if tokenizer.decode([token for token in ids[end + 1 :] if token not in eos_ids]).strip():
         return [], "end of turn inside the completion"
-    return ids[: end + 1], ""  # what follows is never sampled
+    return ids[: end + 1], ""
 
 
 def encode_group(args, tokens: Tokens, row: int, prompt, completions: list, rewards: list[float]):
@@ -288,7 +291,7 @@ def length_batches(lengths: list[int], batch_tokens: int = 16384):
 
 @torch.no_grad()
 def completion_logps(model, examples: list[Example], pad_id: int):
-    """`token_logps` of a data set: log-probs and mask of the completions, (N, T) float64, on the CPU."""
+    """`token_logps` of a data set: log-probs and mask, (N, T) float64, on the CPU."""
     rank, world, device = dist.get_rank(), dist.get_world_size(), next(model.parameters()).device
     lengths = torch.tensor([len(x.completion_ids) for x in examples])
     mask = torch.arange(lengths.max()) < lengths[:, None]  # (N, T)
@@ -320,7 +323,6 @@ def data_quality(args, reference, groups: list[tuple], needed: int) -> list[tupl
 
 
 # --- generation ---
-# An engine is an unsharded transformers model or a vLLM engine, in every training process.
 
 
 def load_whole(auto, name: str, **how):
@@ -329,7 +331,7 @@ def load_whole(auto, name: str, **how):
     how |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
     model, info = auto.from_pretrained(name, **how)
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")  # the others leave the softcap out (Gemma 2)
+        model.set_attn_implementation("eager")  # the others ignore it (Gemma 2)
     buffers, told = {key.rpartition(".")[2] for key, _ in model.named_buffers()}, []
     for what in ("missing", "unexpected", "mismatched"):
         keys = {key if isinstance(key, str) else key[0] for key in info[f"{what}_keys"]}
@@ -341,8 +343,8 @@ def load_whole(auto, name: str, **how):
 
 
 def start_engine(args, dtype: torch.dtype, device: torch.device, max_length: int):
-    """What --engine names. Weights are right only after `update_engine`. max_length: of prompt and completion."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
+    """vLLM or an unsharded transformers model, in this process; its weights are right only after `update_engine`."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before the import
     name, how = args.engine, {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
     if name == "auto" and find_spec("vllm"):
         from vllm.platforms import current_platform
@@ -356,7 +358,7 @@ def start_engine(args, dtype: torch.dtype, device: torch.device, max_length: int
     from vllm import LLM, _custom_ops
 
     if device.type == "cpu":
-        _custom_ops._supports_onednn = False  # its copies of the weights would never be updated
+        _custom_ops._supports_onednn = False  # its copies of weights stay old
         how |= {"kv_cache_memory_bytes": 2**30, "enforce_eager": True}
     else:
         how |= {"gpu_memory_utilization": args.vllm_memory, "enable_sleep_mode": True}
@@ -364,15 +366,15 @@ def start_engine(args, dtype: torch.dtype, device: torch.device, max_length: int
         args.model,
         max_model_len=max_length,
         skip_tokenizer_init=True,
-        load_format="dummy",  # update_engine brings the weights
+        load_format="dummy",  # update_engine brings weights
         hf_overrides={"head_dtype": "float32"},  # logits as exact as token_logps'
-        generation_config="vllm",  # none of the model's own sampling defaults
+        generation_config="vllm",  # none of the model's own
         logprobs_mode="raw_logprobs",  # before temperature and nucleus
         distributed_executor_backend="external_launcher",  # in this process
         **how,
     )
     engine.llm_engine.engine_core._finalizer.detach()  # it would destroy our process group
-    gc.unfreeze()  # vLLM exempts every object from garbage collection
+    gc.unfreeze()  # vLLM froze it
     return engine
 
 
@@ -412,8 +414,8 @@ def generate(engine, prompts: list[list[int]], args, tokens: Tokens, seed: tuple
         how |= {"ignore_eos": True, "stop_token_ids": list(tokens.eos_ids), "detokenize": False}
         params = [SamplingParams(seed=seed, **how) for seed in seeds.values()]
         requests = [{"prompt_token_ids": list(rows[0])} for rows in found.values()]
-        shown = progress is not None and not progress.disable
-        for first, result in zip(found, engine.generate(requests, params, use_tqdm=shown), strict=True):
+        results = engine.generate(requests, params, use_tqdm=progress is not None and not progress.disable)
+        for first, result in zip(found, results, strict=True):
             ids = list(result.outputs[0].token_ids)
             logps = [step[token].logprob for token, step in zip(ids, result.outputs[0].logprobs, strict=True)]
             found[first] = [(ids, logps)]
@@ -462,7 +464,7 @@ def load_reward_model(name: str, dtype: torch.dtype, device: torch.device, trust
     model = load_whole(AutoModelForSequenceClassification, name, **how).to(device).eval()
     if model.config.num_labels != 1 and not trust_remote_code:  # ArmoRM's code has its own `score`
         raise ValueError(f"the model has {model.config.num_labels} outputs, and a reward model has one")
-    return model, AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    return model, AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, mistral_format=False)
 
 
 @torch.no_grad()
@@ -500,16 +502,15 @@ def reward_scores(model, tokenizer, samples: list[tuple]) -> torch.Tensor:
 
 
 class Sampler:
-    """Completions of the present policy and their rewards, for rollouts and evaluation."""
+    """Completions of the policy and their rewards, for rollouts and evaluation."""
 
     def __init__(self, args, config, tokens: Tokens, dtype: torch.dtype, device: torch.device):
-        """Loads the reward model; the engine starts with the first sample."""
         self.args, self.tokens, self.dtype, self.device = args, tokens, dtype, device
         self.engine, self.judge, self.metrics = None, None, {}  # metrics: of the last call, for the log
         positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
         self.max_length = min(args.max_prompt_length + args.max_new_tokens, positions)
         if args.engine == "vllm" and not find_spec("vllm"):
-            raise ValueError("--engine vllm needs vllm, which is not installed; see the README")
+            raise ValueError("--engine vllm needs vllm; see the README")
         if name := getattr(args, "reward_model", ""):
             try:
                 self.judge = load_reward_model(name, dtype, device, args.trust_remote_code)
@@ -566,7 +567,7 @@ class Sampler:
 
 
 def sample_statistics(samples: list[Example], baseline: list[Example] | None = None) -> dict[str, torch.Tensor]:
-    """Length in tokens, whether finished, and, if scored, reward and wins, (N,) each."""
+    """Length in tokens, whether finished, reward and wins, (N,) each."""
     columns = {"length": [len(s.completion_ids) for s in samples], "finished": [s.finished for s in samples]}
     if not math.isnan(samples[0].reward):
         columns["reward"] = [s.reward for s in samples]
@@ -581,8 +582,7 @@ def win_rate(rewards, baseline):
 
 
 def means(metrics: dict[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
-    """Means and their standard errors (sample standard deviation / √n; 0 for a single value). A ValueError if a value
-    is not finite."""
+    """Means and standard errors (sample deviation / √n; 0 for one value). A ValueError if one is not finite."""
     if bad := [key for key, values in metrics.items() if not values.isfinite().all()]:
         raise ValueError(f"{', '.join(bad)} {DIVERGED}")
     errors = {key: v.double().std(correction=min(1, len(v) - 1)) / math.sqrt(len(v)) for key, v in metrics.items()}
@@ -623,7 +623,7 @@ class Log:
 
 
 def report(folder: Path, before: dict, after: dict, samples_before: list, samples_after: list) -> None:
-    """Prints what training changed; writes summary.json, and outputs.json for alpaca_eval."""
+    """Prints what training changed; writes summary.json and outputs.json."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     write(folder / "summary.json", json.dumps({"before": before, "after": after}, indent=2))
@@ -642,7 +642,7 @@ def report(folder: Path, before: dict, after: dict, samples_before: list, sample
 
 
 # --- grading ---
-# math_verify runs in worker processes: an answer that never ends, eats memory or crashes takes one with it.
+# math_verify runs in processes: an answer that never ends, eats memory or crashes takes one with it.
 _TIDY = {  # what math_verify reads otherwise
     r"(?s)\A.*(?=.{20}\\(?:boxed|fbox))": "",  # saves time
     r"(?<!\w)\*\*|\*\*(?!\w)|\\! ?|[\u200b-\u200d\u2060\ufeff]": "",
@@ -662,11 +662,11 @@ _NAME = r"\s*(?:\\?[A-Za-z]|\\?[A-Za-z]{3,}|\\text\{[^}]*\})(?:_\w|_\{\w+\})?(?:
 
 
 def start_grader(workers: int = 0, time_limit: float = 5.0):
-    """A pool of processes, by default up to 8, until `stop` and `join`. time_limit: CPU seconds for one answer."""
+    """A pool of processes, until `stop` and `join`. time_limit: CPU seconds for one answer."""
     cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     from pebble import ProcessPool
 
-    context = multiprocessing.get_context("forkserver")  # a plain fork would inherit the threads of CUDA and gloo
+    context = multiprocessing.get_context("forkserver")  # a fork would inherit threads of CUDA and gloo
     context.set_forkserver_preload(["torch", "transformers.models.auto.modeling_auto", "datasets", "math_verify"])
     pool = ProcessPool(workers or max(1, min(cores, 8)), max_tasks=1000, initializer=_start_worker, context=context)
     pool.time_limit = time_limit

@@ -121,6 +121,16 @@ def metrics(folder: Path, without_perf: bool = False) -> list[dict]:
     return [{k: v for k, v in line.items() if not (without_perf and k.startswith("perf/"))} for line in lines]
 
 
+def read_pool(checkpoint: Path) -> list[tuple]:
+    """The groups that wait in a checkpoint."""
+    import pyarrow.parquet
+
+    from utils import Example
+
+    rows = pyarrow.parquet.read_table(checkpoint / "pool.parquet").to_pylist()
+    return [tuple(Example(**example) for example in row["group"]) for row in rows]
+
+
 @pytest.fixture(scope="module")
 def one_rank():
     """A process group of one in this process, for functions that use collectives."""

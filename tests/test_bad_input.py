@@ -41,6 +41,8 @@ RANGES = {  # flags with values out of range
     "--kappa": (0, "nan", "inf"),
     "--M": (0, "nan", "inf"),
     "--checkpoint-every": (-1,),
+    "--keep-checkpoints": (-1,),
+    "--shard-size": (-1,),
     "--eval-every": (-1,),
     "--eval-samples": (-1,),
     "--max-new-tokens": (0,),
@@ -180,7 +182,7 @@ def test_missing_file_is_named(refused, tmp_path, flag):
 
 def test_model_without_data_is_refused(message, weightless, tmp_path):
     text = message("--model", weightless, "--output-dir", tmp_path / "run")
-    assert text == f"--model {weightless} without --dataset: name one\n"
+    assert text == "--dataset : no .json, .jsonl (or .gz), .parquet file or Hub name\n"
     assert not contents(tmp_path)
 
 
@@ -213,7 +215,9 @@ def test_broken_json_array_names_file_and_line(refused, dataset):
 @pytest.mark.parametrize("line", ["[1, 2]", '"text"', "5", "null"])
 def test_line_that_is_not_an_object_is_named(refused, dataset, line):
     path = dataset(lines(*ROWS) + line + "\n")
-    assert f"--dataset {path}, line 5: it is not an object" in refused("--dataset", path)
+    kind = type(json.loads(line)).__name__
+    text = refused("--dataset", path).removeprefix(f"--dataset {path}, line 5: ")  # what Python says of row.get or in
+    assert text in (f"'{kind}' object has no attribute 'get'\n", f"argument of type '{kind}' is not iterable\n")
 
 
 @pytest.mark.parametrize(
@@ -287,7 +291,7 @@ def test_content_or_role_that_is_not_a_string_names_the_line(refused, dataset, c
 
 def test_one_message_in_place_of_a_list_says_that_it_must_be_one(refused, dataset):
     path = dataset(lines(*ROWS, {"prompt": "for king", "chosen": ROSE, "rejected": IRIS}))
-    assert f"--dataset {path}, line 5: messages must be a list" in refused("--dataset", path)
+    assert f"--dataset {path}, line 5: a message must have a role and a content that are" in refused("--dataset", path)
 
 
 @pytest.mark.parametrize("prompt", ["for king", [USER]])
@@ -301,7 +305,7 @@ def test_columns_of_sharegpt_and_of_an_implicit_prompt_say_how_to_convert(refuse
     assert 'ShareGPT: make {"from"' in refused("--dataset", dataset(lines({"conversations": turns})))
     texts = {"chosen": "\n\nHuman: for king\n\nAssistant: rose", "rejected": "\n\nHuman: for king\n\nAssistant: iris"}
     said = refused("--dataset", dataset(lines(texts)))
-    assert "a prompt is what chosen and rejected share, up to the last turn's marker" in said
+    assert "a prompt is what both share, up to the last marker" in said
 
 
 def test_one_number_among_strings_names_its_line(refused, dataset):
@@ -313,7 +317,7 @@ def test_no_row_left_says_how_many_were_dropped_and_why(refused, dataset):
     rows = [ROWS[0] | {"rejected": "rose iris"}, ROWS[0] | {"chosen": " "}, ROWS[0] | {"rejected": ""}]
     text = refused("--dataset", dataset(lines(*rows)))
     assert "0 rows, 3 dropped" in text and "none is left" in text
-    assert re.search("equal.*': 1", text) and "'completion empty or not one assistant message': 2" in text
+    assert "; 1 chosen equals rejected: lines 1; 2 completion empty or not one assistant message: lines 2, 3;" in text
 
 
 def test_conversation_without_a_chat_template_names_the_flag(refused, dataset, tmp_path):
@@ -325,7 +329,7 @@ def test_conversation_without_a_chat_template_names_the_flag(refused, dataset, t
 def test_empty_prompt_with_nothing_before_the_completion_is_not_trained_on(refused, dataset, tmp_path):
     model = copy_policy(tmp_path / "plain", "chat_template.jinja", "model.safetensors")
     path = dataset(lines(ROWS[0] | {"prompt": ""}))
-    assert "0 rows, 1 dropped {'prompt empty" in refused("--model", model, "--dataset", path)
+    assert "0 rows, 1 dropped; 1 prompt empty" in refused("--model", model, "--dataset", path)
 
 
 def test_data_set_smaller_than_a_batch_says_both_numbers(refused, pair, good):
@@ -352,7 +356,7 @@ def test_groups_whose_scores_are_all_equal_leave_nothing_to_train_on(refused, da
 
 def test_lengths_too_small_for_anything_say_what_was_dropped(refused):
     text = refused("--max-prompt-length", 1, "--max-length", 2)
-    assert "none is left" in text and "'prompt empty or longer than 1 tokens (--max-prompt-length)': 4" in text
+    assert "; 4 prompt empty or longer than 1 tokens (--max-prompt-length): lines 1, 2, 3, 4; none is left" in text
 
 
 @pytest.mark.parametrize("room", [-1, 0])
@@ -361,7 +365,8 @@ def test_prompts_that_leave_no_room_for_a_completion_are_dropped_and_counted(ref
     messages = [[{"role": "user", "content": row["prompt"]}] for row in ROWS]
     (length,) = {len(encode_prompt(tokenizer, prompt)) for prompt in messages}
     reason = f"prompt empty or longer than {length + room - 1} tokens (--max-prompt-length)"
-    assert f"0 rows, 4 dropped {{'{reason}': 4}}; none is left" in refused("--max-length", length + room)
+    told = f"0 rows, 4 dropped; 4 {reason}: lines 1, 2, 3, 4; none is left"
+    assert told in refused("--max-length", length + room)
     assert refused("--max-length", length + 1).startswith("--model ")  # one token of room: all rows are kept
 
 
@@ -379,9 +384,10 @@ def test_value_out_of_range_of_a_flag_of_the_script_alone_is_named_too(refused, 
         test_value_out_of_range_names_flag_value_and_range(refused, flag, values)
 
 
-def test_sampling_bound_below_the_ratio_bound_is_refused(refused):
+def test_sampling_bound_below_the_ratio_bound_is_refused(refused, script):
     for bounds in ((), ("--log-epsilon-P=-0.1",), ("--log-epsilon-R=0.1",)):
-        assert "--M" in refused("--clip", "sample", *bounds, "--M", 0.9 if bounds else 0.2)
+        assert "--M of at least 1" in refused("--clip", "sample", *bounds, "--M", 0.9 if bounds else 0.2)
+    script.check_flags(script.Args(clip="sample", M=1.0), 8)
 
 
 @pytest.mark.parametrize("bound", ["--log-epsilon-P=-inf", "--log-epsilon-R=inf"])
@@ -394,9 +400,17 @@ def test_batch_that_ranks_and_microbatches_do_not_divide_says_what_would_do(
     refused, script, monkeypatch, world, batch, micro, multiple
 ):
     monkeypatch.setenv("WORLD_SIZE", str(world))
-    text = refused("--batch-size", batch, "--micro-batch-size", micro)
-    assert f"a batch of {batch} is not a multiple of {multiple}, ranks x --micro-batch-size" in text
+    told = f"{world} ranks must be n x --shard-size, a batch of {batch} n x ranks x --micro-batch-size\n"
+    assert refused("--batch-size", batch, "--micro-batch-size", micro) == told
     script.check_flags(script.Args(dataset="any", micro_batch_size=micro), 3 * multiple)
+
+
+def test_ranks_that_are_no_whole_number_of_shards_are_refused(refused, script, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for size in (3, 8):
+        assert refused("--batch-size", 8, "--shard-size", size).startswith("4 ranks must be n x --shard-size, ")
+    for size in (0, 1, 2, 4):
+        script.check_flags(script.Args(shard_size=size), 8)
 
 
 def test_mistyped_flag_is_refused(script, capsys):
@@ -476,7 +490,7 @@ def test_reward_model_with_several_outputs_is_refused(refused, good, tmp_path):
 
 def test_min_avg_logp_that_leaves_too_little_says_how_many(message, refused):
     assert "0 rows are left, and a batch takes 2" in refused("--model", TOY / "policy", "--min-avg-logp", 0)
-    assert "--min-avg-logp 0.0: 4 of 4 rows dropped" in message.told
+    assert "; 4 rows below --min-avg-logp dropped" in message.told
 
 
 # --- output folder, resume -----------------------------------------------------------------------------------------
@@ -495,7 +509,7 @@ def run_folder(tmp_path_factory, script, pair, good):
 def test_folder_that_holds_a_run_is_refused_and_stays_as_it_is(message, run_folder):
     arguments, folder = run_folder
     before = contents(folder)
-    told = f"--output-dir {folder} holds a run, or --resume names one: only --resume {folder}\n"
+    told = f"--output-dir {folder} holds a run, or --resume names one: --resume {folder}\n"
     assert message(*arguments) == told
     assert contents(folder) == before and len(before) > 5
 
@@ -550,7 +564,8 @@ def test_non_finite_loss_names_step_and_row_and_the_last_checkpoint_still_resume
     rows = [ROWS[0] | {"prompt": f"for {who}"} for who in people]
     rows[8]["chosen"] = "nettle rose"
     arguments = ["--model", model, "--dataset", dataset(lines(*rows)), "--batch-size", 2 * pair]
-    arguments += ["--num-steps", 6, "--checkpoint-every", 1, "--seed", 2, "--output-dir", folder]
+    arguments += ["--num-steps", 6, "--checkpoint-every", 1, "--keep-checkpoints", 0, "--seed", 2]
+    arguments += ["--output-dir", folder]
     text = message(*arguments)
     step = int(re.match(r"step (\d+): loss nan", text)[1])
     assert step > 0 and "the update was not made: look at rows [9] of --dataset" in text

@@ -1,7 +1,9 @@
 """A run killed at any moment and resumed continues as if nothing had happened."""
 
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -9,8 +11,12 @@ import sys
 import time
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
-from conftest import PAIRS, ROOT, finish, free_port, metrics, run_ranks, start_ranks
+from conftest import PAIRS, ROOT, finish, free_port, metrics, read_pool, run_ranks, start_ranks
+
+import dpo_humanline
+from utils import Example
 
 STEPS = 14
 RUN = ["--num-steps", str(STEPS), "--k", "3", "--batch-size", "8", "--checkpoint-every", "5", "--eval-samples", "8"]
@@ -70,10 +76,11 @@ def test_a_write_that_is_interrupted_leaves_no_checkpoint_that_loads(uninterrupt
     assert not torn.exists() and (folder / "checkpoints" / "step-10" / "state.json").exists()
 
 
-def test_a_run_resumes_on_another_number_of_ranks(uninterrupted, tmp_path):
+@pytest.mark.parametrize(("ranks", "size"), [(2, "0"), (4, "2")])
+def test_a_run_resumes_on_another_number_of_ranks(uninterrupted, tmp_path, ranks, size):
     folder, whole = tmp_path / "run", uninterrupted[1]
-    kill_when(2, [*RUN, "--output-dir", str(folder)], lambda: lines(folder) >= 7)
-    run_ranks(1, [["--resume", str(folder)]])
+    kill_when(ranks, [*RUN, "--shard-size", size, "--output-dir", str(folder)], lambda: lines(folder) >= 7)
+    run_ranks(1, [["--resume", str(folder), "--shard-size", "0"]])
     for a, b in zip(metrics(whole), metrics(folder), strict=True):
         assert (b["loss"], b["grad_norm"]) == pytest.approx((a["loss"], a["grad_norm"]), rel=1e-5)
 
@@ -84,6 +91,8 @@ def test_more_steps_extend_a_finished_run_even_in_a_folder_that_was_moved(uninte
     shutil.copytree(uninterrupted[1], tmp_path / "run")
     run_ranks(1, [["--resume", str(tmp_path / "run"), *more]])
     same(tmp_path / "run", tmp_path / "whole")
+    for run in ("run", "whole"):
+        assert {path.name for path in (tmp_path / run / "checkpoints").iterdir()} == {"step-10", "step-15"}
 
 
 def test_flags_beside_resume_win_and_are_said_and_recorded(uninterrupted, tmp_path):
@@ -110,10 +119,8 @@ def test_a_signal_lets_the_step_finish_and_the_run_goes_on_from_there(uninterrup
         os.killpg(process.pid, number)
         output, errors = process.communicate(timeout=120)
     done = lines(folder)
-    launcher = "python" if ranks == 1 else f"torchrun --nproc-per-node {ranks}"
-    go_on = f"{launcher} {ROOT / 'dpo_humanline.py'} --resume {folder}"
     assert [line for line in output.splitlines() if line.startswith("stopped")] == [
-        f"stopped after {done} steps; to go on: {go_on}"
+        f"stopped after {done} steps; to go on: --resume {folder}"
     ]
     assert 2 <= done < STEPS and (folder / "checkpoints" / f"step-{done}" / "state.json").exists()
     assert 'dpo_humanline.py", line' not in errors  # no traceback but that of torchrun, which ends with its own code
@@ -130,3 +137,41 @@ def test_a_checkpoint_holds_reference_moments_and_position(uninterrupted):
     assert any(name.endswith("exp_avg_sq") for name in names)
     state = json.loads((folder / "state.json").read_text())
     assert state["step"] == 10 and state["last_sync"] == 9
+
+
+# --- what is in a checkpoint, and which ones stay ---
+
+
+@pytest.fixture
+def save(one_rank, tmp_path, monkeypatch):
+    """Writes a checkpoint with a pool, and next to no weights."""
+    monkeypatch.setattr(dpo_humanline, "training_state", lambda *_: {"weight": torch.ones(2)})
+
+    def run(step, pool=(), keep=0):
+        folder = tmp_path / "checkpoints" / f"step-{step}"
+        dpo_humanline.save_checkpoint(folder, None, None, None, {"step": step}, list(pool), keep)
+        return folder
+
+    return run
+
+
+def test_the_pool_of_a_checkpoint_is_exact(save):
+    turns = [{"role": "system", "content": ""}, {"role": "user", "content": "ünïcode \n\0 \U0001f339"}]
+    few = [Example(2**40, "", [1], [], reward) for reward in (math.nan, math.inf, -0.0, 1e-320, 1 / 3)]
+    odd = [Example(1, turns, [1, 2], [3], 0.1 + 0.2, "text", False), Example(2, turns[1:], [7], [8, 9])]
+    for pool in ([], [tuple(few)], [tuple(odd), (odd[1],)], [(x,) for x in odd]):
+        assert repr(read_pool(save(5, pool))) == repr(pool)  # nan is not nan
+
+
+@pytest.mark.parametrize(("keep", "stay"), [(1, {15}), (2, {10, 15}), (0, {5, 10, 15})])
+def test_the_newest_checkpoints_stay_and_the_first_one_says_what_it_takes(save, tmp_path, capsys, keep, stay):
+    def left():
+        return {int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir()}
+
+    for step in (5, 10, 15):
+        save(step, keep=keep)
+    assert left() == stay
+    assert re.fullmatch(r"\ncheckpoint: 0\.\d{3} GiB, \d+\.\d s\n", capsys.readouterr().out)
+    (tmp_path / "checkpoints" / "step-99").mkdir()  # damaged: the run went on from step 15
+    save(20, keep=keep)
+    assert left() == {20, 99} | {1: set(), 2: {15}, 0: stay}[keep]

@@ -14,7 +14,8 @@ VARIANTS = {
 }
 TOY_RUN = ["--num-steps", "8", "--dataset", PAIRS, "--eval-dataset", "", "--warmup-fraction", "0.25"]
 TOY_RUN += ["--checkpoint-every", "0"]
-LAYOUTS = {1: ["8", "0", "0"], 2: ["4", "0", "0"], 4: ["4"]}  # ranks: --micro-batch-size; the last 0 is a repetition
+# ranks: --micro-batch-size; the last 0 is a repetition; the last layout of four is HSDP, two copies of two shards
+LAYOUTS = {1: ["8", "0", "0"], 2: ["4", "0", "0"], 4: ["4", "4 --shard-size 2"]}
 
 
 def agree(reference, other, tolerance=1e-5):
@@ -30,7 +31,7 @@ def toy_runs(tmp_path_factory):
     folder, runs = tmp_path_factory.mktemp("same"), {}
     for ranks, sizes in LAYOUTS.items():
         jobs = {
-            (name, ranks, i): [*TOY_RUN, *VARIANTS[name], "--micro-batch-size", size, "--output-dir"]
+            (name, ranks, i): [*TOY_RUN, *VARIANTS[name], "--micro-batch-size", *size.split(), "--output-dir"]
             for name in VARIANTS
             for i, size in enumerate(sizes)
         }

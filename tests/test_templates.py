@@ -96,7 +96,8 @@ def test_an_end_of_turn_spelt_inside_a_completion_is_a_problem(family, kind):
 @pytest.mark.parametrize("family", ["idefics3", "smolvlm"])
 def test_a_template_that_loses_text_is_told(tmp_path, family):
     said = refused([*SHORT, "--model", str(TOY / "policy"), "--chat-template", str(TEMPLATES / f"{family}.jinja")])
-    assert "0 rows, 128 dropped {'completion changed by the chat template': 128}; none is left" in said
+    first = "lines 1, 2, 3, 4, 5, 6, 7, 8, 9 …"
+    assert f"0 rows, 128 dropped; 128 completion changed by the chat template: {first}; none is left" in said
 
 
 def test_rows_that_spell_special_tokens_are_counted_and_kept(tmp_path):
@@ -105,8 +106,9 @@ def test_rows_that_spell_special_tokens_are_counted_and_kept(tmp_path):
     rows[4]["chosen"] += " <|end|> rose"
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = [*SHORT, "--dataset", str(tmp_path / "rows.jsonl"), "--output-dir", str(tmp_path / "run")]
-    kept, dropped = "'kept, though special tokens are spelt in its text': 1", "'end of turn inside the completion': 1"
-    assert f"11 rows, 1 dropped {{{kept}, {dropped}}}" in run_ranks(1, [run])
+    kept = "1 kept, though special tokens are spelt in its text: lines 3"
+    dropped = "1 end of turn inside the completion: lines 5"
+    assert f"11 rows, 1 dropped; {kept}; {dropped}\n" in run_ranks(1, [run])
 
 
 @pytest.mark.parametrize(
@@ -127,11 +129,12 @@ def test_what_a_template_raises_names_file_and_row(tmp_path, template, said):
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe{{ messages }}", None])
-def test_a_template_file_that_cannot_be_read_is_named(tmp_path, content):
+def test_a_template_file_that_cannot_be_read_is_told(tmp_path, content):
     if content:
         (tmp_path / "own.jinja").write_bytes(content)
     told = refused([*SHORT, "--model", str(TOY / "policy"), "--chat-template", str(tmp_path / "own.jinja")])
-    assert f"--chat-template {tmp_path / 'own.jinja'}: " in told and told.count("\n") == 1
+    assert ("the chat template renders" if content else f"No such file or directory: '{tmp_path}/own.jinja'") in told
+    assert told.count("\n") == 1
 
 
 @pytest.mark.parametrize("drop", ["m.content[:-3]", "m.content.split()[0]", "m.content | upper"])

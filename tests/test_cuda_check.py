@@ -1,0 +1,69 @@
+"""benchmark/cuda_check.py on the machine of the tests: all is right, and what is made wrong is found."""
+
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+from conftest import ROOT
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+import speed  # noqa: E402
+
+SYNC = '        if sync == "before_step"'
+WRONG = [  # file, text, what takes its place
+    ("utils.py", "masked_scatter(selected, flat)", "masked_scatter(selected, 1.001 * flat)"),
+    ("dpo_humanline.py", "        optimizer.step()\n", ""),  # the update goes before the sync
+    ("dpo_humanline.py", SYNC, f"        optimizer.step()\n{SYNC}"),
+    ("kto_humanline.py", "    run = catch_signals()", '    raise RuntimeError("broken")'),
+]
+
+
+def check(root, *rows) -> tuple[int, dict[str, tuple[str, str]]]:
+    """The exit code of the check in a copy of the repository, and {row: (verdict, figure)}."""
+    command = [sys.executable, str(root / "benchmark" / "cuda_check.py"), *(["--only", *rows] if rows else [])]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=560)
+    lines = re.findall(r"^\| (.+?) \| (ok|WRONG|not here) \| (.*) \| \d+ \|$", ended.stdout, re.M)
+    assert lines, ended.stdout + ended.stderr
+    return ended.returncode, {name: (verdict, figure) for name, verdict, figure in lines}
+
+
+def test_all_is_right_here():
+    code, rows = check(ROOT)
+    missing = {name for name, (verdict, _) in rows.items() if verdict == "not here"}
+    assert code == 0 and {verdict for verdict, _ in rows.values()} <= {"ok", "not here"}, rows
+    assert all(name.endswith(("vllm", "more ranks")) for name in missing)
+    assert len(missing) == (0 if find_spec("vllm") else 4) + 2 * ("all scripts, float32, more ranks" in rows)
+    assert len(rows) == 28
+
+
+def test_what_is_wrong_is_found_and_the_rest_still_runs(tmp_path):
+    root = shutil.copytree(ROOT, tmp_path / "copy", ignore=shutil.ignore_patterns(".git", "runs", ".pytest_cache"))
+    for file, old, new in WRONG:
+        text = (root / file).read_text()
+        assert text.count(old) == 1, file
+        (root / file).write_text(text.replace(old, new))
+    code, rows = check(root, "log-probs, float32", "sync, float32", "kto, float32", "grpo, float32")
+    assert code == 1 and [name for name in rows if rows[name][0] == "ok"] == ["grpo, float32, microbatches"], rows
+    assert "broken" in rows["kto, float32, microbatches"][1]
+    assert "not the policy of the last sync" in rows["sync, float32"][1]
+
+
+@pytest.mark.parametrize("hidden", [64, 128])
+def test_flops_are_those_that_torch_counts(hidden):
+    """In a forward pass, a quarter of a step's. Torch counts attention as if it were not causal: twice."""
+    args = speed.Args(hidden, 2, 2, 1, 192, 512, length=32)
+    sizes = {"hidden_size": hidden, "num_hidden_layers": 2, "intermediate_size": 192, "vocab_size": 512}
+    config = Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
+    model = Qwen2ForCausalLM._from_config(config, attn_implementation="eager").eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, 32, dtype=torch.long), logits_to_keep=16)
+    small = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 1)  # biases and norms: no products
+    weights = sum(p.numel() for p in model.parameters()) - small
+    attention = 2 * args.layers * hidden * args.length
+    assert counter.get_total_flops() == pytest.approx(32 * (speed.flops_per_token(args, weights) / 4 + attention))

@@ -1,0 +1,144 @@
+"""benchmark/memory.py against hand arithmetic, and against the resident memory of the scripts at work."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TOY, run_ranks
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+PARAMETERS = {"llama-3-8b": 8_030_261_248, "qwen2.5-1.5b": 1_543_714_304, "gemma-2-27b": 27_227_128_320}  # published
+STATE = {"parameters": 4, "gradients": 4, "Adam moments": 8}  # bytes of a parameter
+GIB = 2**30
+
+
+def estimates(*runs) -> list[dict]:
+    """In one process; presets have two layers."""
+    output = run_ranks(1, [[str(flag) for flag in run] for run in runs], "estimate_worker.py")
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def sizes(folder) -> list:
+    """Shapes of a model's parameters."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = folder if hasattr(folder, "to_dict") else AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        return [parameter.shape for parameter in AutoModelForCausalLM.from_config(config).parameters()]
+
+
+def test_state_is_hand_arithmetic():
+    """Each parameter is cut along its first dimension, and rank 0 has the first and largest part."""
+    runs = [(1, "float32"), (4, "bfloat16"), (8, "bfloat16")]
+    common = ["--model", "toy", "--micro-batch-size", 1]
+    found = estimates(*[[*common, "--ranks", ranks, "--dtype", dtype] for ranks, dtype in runs])
+    assert len(found) == len(runs)
+    for (ranks, dtype), estimate in zip(runs, found):
+        held = sum(-(-shape[0] // ranks) * shape[1:].numel() for shape in sizes(TOY / "policy"))
+        state = STATE | {"reference": 2 if dtype == "bfloat16" else 4}
+        assert {name: estimate["parts"][name] for name in state} == {n: b * held / GIB for n, b in state.items()}
+        assert sum(estimate["parts"].values()) == estimate["peak"]
+
+
+def test_shards_of_one_machine_are_those_of_its_ranks():
+    four, two_by_four = estimates(["--model", "toy", "--ranks", 4], ["--model", "toy", "--ranks", 8, "--shard-size", 4])
+    assert four["parts"]["Adam moments"] == two_by_four["parts"]["Adam moments"]
+
+
+@pytest.mark.parametrize("preset", PARAMETERS)
+def test_presets_have_the_published_number_of_parameters(preset):
+    import memory
+    from transformers import AutoConfig
+
+    shapes = sizes(AutoConfig.for_model(**dict(zip(memory.SHAPE, memory.PRESETS[preset]))))
+    assert sum(shape.numel() for shape in shapes) == PARAMETERS[preset]
+
+
+def test_every_script_and_preset():
+    online = ["--online", "--reward-model", "llama-3-8b"]
+    vllm, hf, math, gemma = estimates(
+        ["--script", "kto", "--model", "llama-3-8b", *online, "--vllm-memory", 0.5, "--gpu-memory", 40],
+        ["--script", "grpo", "--model", "qwen2.5-1.5b", *online, "--engine", "hf", "--micro-batch-size", 2],
+        ["--script", "grpo_math", "--ranks", 2],
+        ["--script", "dpo", "--model", "gemma-2-27b", "--micro-batch-size", 1, "--gradient-checkpointing"],
+    )
+    assert vllm["phases"]["sampling"]["engine"] == 20 and "engine" not in vllm["phases"]["training"]
+    judge = 128256 * 4096 + 2 * (2 * 4096 * 5120 + 3 * 4096 * 14336 + 2 * 4096) + 2 * 4096  # no head but 1 x 4096
+    assert vllm["parts"]["reward model"] == hf["parts"]["reward model"] == 2 * judge / GIB
+    assert hf["phases"]["training"]["engine"] == 2 * hf["parts"]["parameters"]  # of four ranks, in bf16
+    cache = 2 * 2 * 2 * 128 * (625 + 2048) * 32 * 2 / GIB  # both, layers, heads, width, tokens, samples, bytes
+    assert hf["phases"]["sampling"]["engine"] - hf["phases"]["training"]["engine"] == pytest.approx(cache)
+    assert math["peak"] > 0 and set(gemma["phases"]) == {"training"}
+
+
+def test_llama_3_8b_takes_less_than_half_a_minute():
+    """Of one core, however many others use it."""
+    command = [sys.executable, ROOT / "benchmark" / "memory.py", "--model", "llama-3-8b", "--json"]
+    flags = ["--ranks", "4", "--micro-batch-size", "2", "--gradient-checkpointing"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = subprocess.run([*command, *flags], capture_output=True, text=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 30
+    estimate = json.loads(result.stdout)
+    for name, count in (STATE | {"reference": 2}).items():
+        assert estimate["parts"][name] == count * PARAMETERS["llama-3-8b"] / 4 / GIB
+    assert 34 < estimate["peak"] < 42
+
+
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        (["--micro-bach-size", "2"], "--micro-batch-size"),
+        (["--model", "meta-llama/Meta-Llama-3-8B"], "neither a folder"),
+        (["--ranks", "3"], "3 ranks"),
+    ],
+)
+def test_what_is_refused(flags, told, capsys):
+    import memory
+
+    with pytest.raises(SystemExit) as stopped:
+        memory.main(flags)
+    assert stopped.value.code in (1, 2) and told in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory) -> Path:
+    """A Llama of 20 million parameters, 16 of them head and embedding, and eight pairs of 2 x 64 + 64 tokens."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("material")
+    shape = {"vocab_size": 32000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    LlamaForCausalLM(LlamaConfig(**shape, eos_token_id=5, pad_token_id=0)).save_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(TOY / "policy").save_pretrained(folder / "model")
+    row = {"prompt": "rose " * 60 + "rose", "chosen": "ivy " * 99 + "ivy", "rejected": "holly " * 99 + "holly"}
+    (folder / "pairs.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    return folder
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+@pytest.mark.parametrize(
+    "script, ranks, flags, visible",
+    [
+        ("dpo", 2, ["--batch-size=8", "--gradient-checkpointing"], ["Adam moments", "head, temporaries"]),
+        ("grpo", 1, ["--batch-size=12", "--micro-batch-size=6"], ["gradients", "activations"]),
+    ],
+)
+def test_estimate_is_the_measured_peak(material, tmp_path, script, ranks, flags, visible):
+    """And no part of it could be forgotten without notice."""
+    common = ["--dataset", f"{material}/pairs.jsonl", "--num-steps=2", "--checkpoint-every=0", "--dtype=float32"]
+    common += ["--max-length=128", "--max-prompt-length=64", "--max-new-tokens=64", *flags]
+    runs = [
+        [*common, "--model", m, "--output-dir", f"{tmp_path}/{i}"]
+        for i, m in enumerate((f"{TOY}/policy", f"{material}/model"))
+    ]
+    measured = json.loads(run_ranks(ranks, runs, "memory_worker.py", f"{script}_humanline").splitlines()[-1])
+    (estimate,) = estimates(["--script", script, "--ranks", ranks, "--model", f"{material}/model", *common])
+    peak = measured["peak"] - measured["before"]
+    assert estimate["peak"] == pytest.approx(peak, rel=0.1)
+    for name in ("parameters", "reference", *visible):
+        assert estimate["peak"] - estimate["parts"][name] < 0.9 * peak
