@@ -400,7 +400,7 @@ def save_checkpoint(folder: Path, policy, reference, optimizer, state: dict, poo
         if len(whole) == 1:
             print(f"\ncheckpoint: {sum(sizes.values()) / 2**30:.3f} GiB, {time.perf_counter() - started:.1f} s")
         for old in whole[whole.index(folder) + keep :] if keep else ():
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
 
 
@@ -621,7 +621,7 @@ def main(args: Args) -> None:
                 if group := to_group([x.to_train(args.max_length) for x in candidates]):
                     made.append(group)
             if not any(group[0].reward > group[-1].reward for group in made):
-                fail(f"round {round_number}: the rewards of no prompt differ; raise --temperature or lower --lr")
+                fail(f"round {round_number}: the rewards of no prompt differ; raise --temperature, lower --reward-threshold")
             rollout = sampler.metrics | {"rollout/round": round_number, "rollout/filtered": 1 - len(made) / len(drawn)}
             pool += made
             sync_reference(reference, policy)  # Algorithm 1: the policy at the start of the round
@@ -680,11 +680,10 @@ def main(args: Args) -> None:
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
         loss = losses.sum().item()
         if not math.isfinite(loss + grad_norm):
-            bad = {row for row, value in zip(batch_rows, losses.tolist()) if not math.isfinite(value)} or set(
-                batch_rows
-            )
+            bad = {row for row, value in zip(batch_rows, losses.tolist()) if not math.isfinite(value)} or batch_rows
+            bar.close()
             told = f"step {step}: loss {loss}, gradient norm {grad_norm}; the update was not made"
-            fail(f"{told}: look at rows {sorted(bad)} of --dataset, or lower --lr or --max-grad-norm")
+            fail(f"{told}: look at rows {sorted(set(bad))} of --dataset, or lower --lr or --max-grad-norm")
         metrics = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": scheduler.get_last_lr()[0]}
         metrics["humanline/steps_since_sync"] = step - last_sync
         if sync == "before_step" and step % args.k == 0:

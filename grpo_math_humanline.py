@@ -386,7 +386,7 @@ def save_checkpoint(folder: Path, policy, reference, optimizer, state: dict, poo
         if len(whole) == 1:
             print(f"\ncheckpoint: {sum(sizes.values()) / 2**30:.3f} GiB, {time.perf_counter() - started:.1f} s")
         for old in whole[whole.index(folder) + keep :] if keep else ():
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
 
 
@@ -640,11 +640,10 @@ def main(args: Args) -> None:
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
         loss = losses.sum().item()
         if not math.isfinite(loss + grad_norm):
-            bad = {row for row, value in zip(batch_rows, losses.tolist()) if not math.isfinite(value)} or set(
-                batch_rows
-            )
+            bad = {row for row, value in zip(batch_rows, losses.tolist()) if not math.isfinite(value)} or batch_rows
+            bar.close()
             told = f"step {step}: loss {loss}, gradient norm {grad_norm}; the update was not made"
-            fail(f"{told}: look at rows {sorted(bad)} of --dataset, or lower --lr or --max-grad-norm")
+            fail(f"{told}: look at rows {sorted(set(bad))} of --dataset, or lower --lr or --max-grad-norm")
         metrics = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": scheduler.get_last_lr()[0]}
         metrics["humanline/steps_since_sync"] = step - last_sync
         if sync == "before_step" and step % args.k == 0:

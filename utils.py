@@ -49,9 +49,9 @@ class Example(NamedTuple):
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
 
-    def to_train(self, max_length: int) -> "Example":
-        """A sample without its text, cut at `max_length` tokens."""
-        return self._replace(completion_ids=self.completion_ids[: max_length - len(self.prompt_ids)], text="")
+    def to_train(self, longest: int) -> "Example":
+        """A sample without texts, cut at `longest` tokens."""
+        return self._replace(prompt="", completion_ids=self.completion_ids[: longest - len(self.prompt_ids)], text="")
 
 
 class Tokens(NamedTuple):
