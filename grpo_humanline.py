@@ -621,7 +621,7 @@ def main(args: Args) -> None:
                 if group := to_group([x.to_train(args.max_length) for x in candidates]):
                     made.append(group)
             if not any(group[0].reward > group[-1].reward for group in made):
-                fail(f"round {round_number}: the rewards of no prompt differ; raise --temperature, lower --reward-threshold")
+                fail(f"round {round_number}: no prompt's rewards differ; raise --temperature, lower --reward-threshold")
             rollout = sampler.metrics | {"rollout/round": round_number, "rollout/filtered": 1 - len(made) / len(drawn)}
             pool += made
             sync_reference(reference, policy)  # Algorithm 1: the policy at the start of the round

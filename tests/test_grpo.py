@@ -528,7 +528,7 @@ def test_rewards_that_are_all_equal_stop_the_round_and_say_what_to_change(data, 
         flags = ["--group-size", "4", "--dataset", data["prompts"], "--reward-model", judge]
         main(*ONLINE, *flags, "--output-dir", tmp_path / "run")
     message = capsys.readouterr().err
-    assert "round 1: the rewards of no prompt differ" in message and "raise --temperature" in message
+    assert "round 1: no prompt's rewards differ" in message and "raise --temperature" in message
 
 
 def test_a_loss_that_is_not_finite_names_step_and_row_and_the_last_checkpoint_stays(tmp_path, capsys):

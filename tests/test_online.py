@@ -147,7 +147,7 @@ def test_two_ranks_killed_and_resumed(run_on_two, tmp_path, monkeypatch):
 
 def test_a_threshold_that_filters_everything_stops_and_says_what_to_change(tmp_path):
     message = refused([*RUN, "--reward-threshold", "50", "--output-dir", str(tmp_path / "run")])
-    assert "round 1: the rewards of no prompt differ" in message and "--temperature" in message
+    assert "round 1: no prompt's rewards differ" in message and "--temperature" in message
 
 
 @pytest.mark.parametrize(
