@@ -102,7 +102,7 @@ def parse(flags: list[str]):
 
 def read_config(script, flag: str, name: str, trust_remote_code: bool):
     """The configuration of a folder or a preset, with dropout off and Gemma 2's attention as in the scripts."""
-    name = script.TOY["model"] if name == "toy" else name
+    name = script.TOY[flag[2:].replace("-", "_")] if name == "toy" else name
     if name in PRESETS:
         config = AutoConfig.for_model(**dict(zip(SHAPE, PRESETS[name])))
     elif (Path(name) / "config.json").exists():
@@ -117,15 +117,11 @@ def read_config(script, flag: str, name: str, trust_remote_code: bool):
     return config
 
 
-def dtypes(args) -> tuple[torch.dtype, torch.dtype]:
-    """Of computation; and of the reference, the engine and the reward model."""
+def train(own: Own, args, script, config, stored: torch.dtype) -> tuple[dict, list[int]]:
+    """Bytes by part at the peak of a training step, and the elements of each of the model's parameters. stored: dtype
+    of the reference."""
     compute = getattr(torch, "bfloat16" if args.dtype == "auto" else args.dtype)
-    return compute, torch.bfloat16 if compute == torch.bfloat16 else torch.float32
-
-
-def train(own: Own, args, script, config) -> tuple[dict, list[int]]:
-    """Bytes by part at the peak of a training step, and the elements of each of the model's parameters."""
-    (compute, stored), per_rank = dtypes(args), own.batch_size // own.ranks
+    per_rank = own.batch_size // own.ranks
     B, T = (args.micro_batch_size or per_rank) * (2 if own.script == "dpo" else 1), args.max_length
     fake, stand = FakeTensorMode(), Stand(B * min(T - 1, max(1, round(T * own.completion_share))))
     token_logps = script.utils.token_logps
@@ -199,17 +195,19 @@ def train(own: Own, args, script, config) -> tuple[dict, list[int]]:
 
 def estimate(own: Own, args, script) -> dict[str, dict[str, float]]:
     """{phase: {part: GiB}}: a training step and, if the run samples, sampling."""
-    config, (_, stored) = read_config(script, "--model", args.model, args.trust_remote_code), dtypes(args)
-    dist.init_process_group("fake", rank=0, world_size=own.ranks, store=FakeStore())
-    training, sizes = train(own, args, script, config)
-    dist.destroy_process_group()
-    phases, whole = {"training": training}, sum(sizes) * stored.itemsize
+    config = read_config(script, "--model", args.model, args.trust_remote_code)
+    stored = torch.bfloat16 if args.dtype in ("auto", "bfloat16") else torch.float32  # reference, engine, reward model
     if name := getattr(args, "reward_model", ""):
         judge = read_config(script, "--reward-model", name, args.trust_remote_code)
         judge.num_labels = 1
         with torch.device("meta"), no_init_weights():
             judge = AutoModelForSequenceClassification.from_config(judge, trust_remote_code=args.trust_remote_code)
+    dist.init_process_group("fake", rank=0, world_size=own.ranks, store=FakeStore())
+    training, sizes = train(own, args, script, config, stored)
+    dist.destroy_process_group()
+    if name:
         training["reward model"] = judge.num_parameters() * stored.itemsize
+    phases, whole = {"training": training}, sum(sizes) * stored.itemsize
     if own.script == "grpo_math" or args.online or args.eval_dataset and args.eval_samples:
         kept = ("parameters", "Adam moments", "reference", "reward model")
         sampling = {name: training[name] for name in kept if name in training} | {"gathered units": 4 * max(sizes)}
