@@ -353,7 +353,7 @@ def load_models(args, config, compute_dtype: torch.dtype, reference_dtype: torch
     with no_init_weights():  # no memory yet
         reference = AutoModelForCausalLM.from_config(policy.config, dtype=reference_dtype, **trust)
     reference.tie_weights()
-    buffers = dict(reference.named_non_persistent_buffers())  # the policy's: the files' dtype
+    buffers = dict(reference.named_non_persistent_buffers())  # the policy's have the files' dtype
     policy = shard_model(args, policy, compute_dtype, device).to(torch.float32)
     reference = shard_model(args, reference, compute_dtype, device).to(reference_dtype)
     for name, buffer in (dict(policy.named_buffers()) | buffers).items():
