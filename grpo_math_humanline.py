@@ -200,7 +200,7 @@ def fail(message: str):
 
 @contextmanager
 def blame(place: str, kind: type = Exception):
-    """Inside it, an exception ends the run with a line that names the place."""
+    """An exception inside ends the run with a line that names the place."""
     try:
         yield
     except kind as error:
@@ -209,7 +209,7 @@ def blame(place: str, kind: type = Exception):
 
 
 def load_rows(flag: str, name: str, split: str) -> dict[int, dict]:
-    """{row number: row} of a .jsonl, .json (or .gz) or .parquet file, or a Hub data set."""
+    """{row number: row} of a file or a Hub data set."""
     with blame(f"{flag} {name}"):
         if name.endswith(".parquet"):
             return dict(enumerate(pyarrow.parquet.read_table(name).to_pylist(), 1))
@@ -235,6 +235,7 @@ def load_groups(args, flag: str, name: str, split: str, tokens, sizes, hashes: d
     groups, notes, rows, content = [], {}, load_rows(flag, name, split), hashlib.sha256()
     for number, row in rows.items():
         with blame(f"{flag} {name}, line {number}"):
+            row = row if isinstance(row, dict) else {}
             prompt, completions, rewards = read_row(args, row)
             completions = completions if any(sizes) else []
             unread = any(sizes) and not completions and {"chosen", "rejected", "completion", "completions"} & row.keys()
@@ -249,8 +250,8 @@ def load_groups(args, flag: str, name: str, split: str, tokens, sizes, hashes: d
         told += f"; {len(notes[note])} {note}: lines {str(notes[note][:9])[1:-1]}{' …' * (len(notes[note]) > 9)}"
     if not groups:
         fail(f"{told}; none is left")
-    if "instruction" in row and min(len(groups), args.eval_samples) < len(rows):
-        told += "; AlpacaEval's length-controlled win rate is wrong without all"
+    if flag == "--eval-dataset" and "instruction" in row and len(groups[: args.eval_samples]) < len(rows):
+        told += "; AlpacaEval's length-controlled win rate is wrong without all: --eval-samples"
     if odd := [group[0].row for group in groups if len(group) != len(groups[0])]:
         fail(f"{flag} {name}, line {odd[0]}: not as many completions as in line {groups[0][0].row}")
     hashes[f"{flag} {name}"] = content.hexdigest()
@@ -301,7 +302,7 @@ def score(grader, golds: dict[int, str], samples: list[list[utils.Example]]):
 
 # --- shared: models
 def setup() -> tuple[int, int, torch.device]:
-    """Rank, world size, device; with torchrun or without."""
+    """Rank, world size, device."""
     rank, world, local = (int(os.environ.get(key, n)) for key, n in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -369,7 +370,7 @@ def training_state(policy, reference, optimizer) -> dict:
 
 @blame("no checkpoint was written (disk full?)", BaseException)
 def save_checkpoint(folder: Path, policy, reference, optimizer, state: dict, pool: list[tuple], keep: int) -> None:
-    """Writes all that a run needs, and the files' sizes; named once it is whole. Then the newest `keep` stay."""
+    """Writes all that a run needs, named once it is whole; then only the newest `keep` stay."""
     unfinished, started = folder.with_name(f"unfinished-{folder.name}"), time.perf_counter()
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -489,7 +490,7 @@ def check_flags(args, batch_size: int) -> None:
             fail(f"--{name.replace('_', '-')} is {value}; it must be {text}")
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world % (args.shard_size or 1) or batch_size % (world * (args.micro_batch_size or 1)):
-        fail(f"{world} ranks must be n x --shard-size, a batch of {batch_size} n x ranks x --micro-batch-size")
+        fail(f"{world} ranks must be a multiple of --shard-size, a batch of {batch_size} of ranks x --micro-batch-size")
     if args.clip == "sample" and (args.M < 1 or math.exp(args.log_epsilon_P - args.log_epsilon_R) == 0):
         fail("--clip sample needs finite bounds, and --M of at least 1")
     if getattr(args, "online", False) and not (args.reward_model and args.temperature and args.min_avg_logp < -1e9):
@@ -603,7 +604,7 @@ def main(args: Args) -> None:
         completion_tokens = sum(len(x.completion_ids) for x in examples)
         losses, sums = torch.zeros(batch_size, dtype=torch.float64, device=device), defaultdict(float)
         for first in range(0, per_rank, micro_batch_size):
-            # On CUDA every time: whole gradients would not fit beside a large model.
+            # On CUDA every time: whole gradients might not fit.
             policy.set_requires_gradient_sync(device.type == "cuda" or first + micro_batch_size == per_rank)
             mine = list(range(rank, batch_size, world))[first : first + micro_batch_size]  # positions in the batch
             # --- end shared: microbatches

@@ -215,9 +215,7 @@ def test_broken_json_array_names_file_and_line(refused, dataset):
 @pytest.mark.parametrize("line", ["[1, 2]", '"text"', "5", "null"])
 def test_line_that_is_not_an_object_is_named(refused, dataset, line):
     path = dataset(lines(*ROWS) + line + "\n")
-    kind = type(json.loads(line)).__name__
-    text = refused("--dataset", path).removeprefix(f"--dataset {path}, line 5: ")  # what Python says of row.get or in
-    assert text in (f"'{kind}' object has no attribute 'get'\n", f"argument of type '{kind}' is not iterable\n")
+    assert re.match(rf"--dataset {path}, line 5: it needs .*; the columns are", refused("--dataset", path))
 
 
 @pytest.mark.parametrize(
@@ -400,7 +398,7 @@ def test_batch_that_ranks_and_microbatches_do_not_divide_says_what_would_do(
     refused, script, monkeypatch, world, batch, micro, multiple
 ):
     monkeypatch.setenv("WORLD_SIZE", str(world))
-    told = f"{world} ranks must be n x --shard-size, a batch of {batch} n x ranks x --micro-batch-size\n"
+    told = f"{world} ranks must be a multiple of --shard-size, a batch of {batch} of ranks x --micro-batch-size\n"
     assert refused("--batch-size", batch, "--micro-batch-size", micro) == told
     script.check_flags(script.Args(dataset="any", micro_batch_size=micro), 3 * multiple)
 
@@ -408,7 +406,9 @@ def test_batch_that_ranks_and_microbatches_do_not_divide_says_what_would_do(
 def test_ranks_that_are_no_whole_number_of_shards_are_refused(refused, script, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     for size in (3, 8):
-        assert refused("--batch-size", 8, "--shard-size", size).startswith("4 ranks must be n x --shard-size, ")
+        assert refused("--batch-size", 8, "--shard-size", size).startswith(
+            "4 ranks must be a multiple of --shard-size, "
+        )
     for size in (0, 1, 2, 4):
         script.check_flags(script.Args(shard_size=size), 8)
 

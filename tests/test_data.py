@@ -9,11 +9,12 @@ import io
 import json
 import re
 import shutil
+from pathlib import Path
 
 import datasets
 import pytest
 import torch
-from conftest import SHARED, TOY, tokens_of
+from conftest import ROOT, SHARED, TOY, run_ranks, tokens_of
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -370,3 +371,29 @@ def test_every_real_row_is_kept_or_counted(stories, name, script, rows):
         assert tokenizer.bos_token_id not in x.completion_ids
         cut = x.length == Args.max_length and x.completion_ids[-1] not in eos_ids
         assert [token for token in x.completion_ids if token in eos_ids] == ([] if cut else x.completion_ids[-1:])
+
+
+def test_a_run_begins_with_tokens_and_with_what_alpaca_eval_would_miss(tmp_path):
+    """An `instruction` is a prompt; outputs.json has all of them in their order, or the run says that it will not."""
+    path, data = tmp_path / "instructions.jsonl", str(ROOT / "tests" / "pairs.jsonl")
+    words = ["king", "queen", "clerk"]
+    path.write_text("".join(json.dumps({"instruction": f"for {word}", "output": "x"}) + "\n" for word in words))
+    flags = ["--num-steps", "1", "--checkpoint-every", "0", "--dataset", data, "--eval-dataset", str(path)]
+    runs = [[*flags, "--output-dir", str(tmp_path / n), "--eval-samples", n] for n in ("3", "2")]
+    whole, cut = run_ranks(1, runs).split("the embedded toy and its settings")[1:]
+    warning = "3 rows, 0 dropped; AlpacaEval's length-controlled win rate is wrong without all: --eval-samples\n"
+    assert warning in cut and "3 rows, 0 dropped\n" in whole and "AlpacaEval" not in whole
+    assert [row["instruction"] for row in json.loads((tmp_path / "3" / "outputs.json").read_text())] == [
+        f"for {word}" for word in words
+    ]
+    first = json.loads(Path(data).read_text().splitlines()[0])
+    said = dict(
+        line.split(": ", 1) for line in whole.splitlines() if line.startswith(("end", "a prompt", "its", "and"))
+    )
+    chosen = [repr(word) for word in first["chosen"].split()]
+    assert said == {
+        "end of turn": "'<|end|>'",
+        "a prompt ends": " ".join(map(repr, ["<|user|>", *first["prompt"].split(), "<|end|>", "<|assistant|>"])),
+        "its completion begins": " ".join(chosen[:8]),
+        "and ends": " ".join([*chosen[-3:], "'<|end|>'"]),
+    }
