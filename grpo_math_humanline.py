@@ -77,7 +77,8 @@ class Args:
     num_steps: Count = 1600  # optimizer steps (the authors')
     prompts_per_step: Count = 32  # problems per step, over all ranks (Table 2)
     group_size: AtLeast2 = 8  # G (Table 2)
-    micro_batch_size: CountOr0 = 0  # sequences per pass of one rank; 0: no accumulation
+    micro_batch_size: CountOr0 = 0  # most sequences per rank and pass; 0: any
+    micro_batch_tokens: CountOr0 = 8192  # most tokens per rank and pass; 0: any
     lr: Positive = 1e-6  # AdamW's learning rate (Table 2)
     weight_decay: NonNegative = 0.0  # of AdamW (Table 2)
     adam_eps: Positive = 1e-8  # AdamW's ε (Table 2)
@@ -240,7 +241,7 @@ def load_groups(args, flag: str, name: str, split: str, tokens, sizes, hashes: d
             completions = completions if any(sizes) else []
             unread = any(sizes) and not completions and {"chosen", "rejected", "completion", "completions"} & row.keys()
             if prompt is None or unread or len(completions) not in sizes or len(completions) not in (0, len(rewards)):
-                raise ValueError(f"{WANTED}{utils.hint(row)}; the columns are {', '.join(row)}")
+                raise ValueError(f"{WANTED}; the columns are {', '.join(row)}")
             group, note = utils.encode_group(args, tokens, number, prompt, completions, rewards)
         content.update(repr((row, group)).encode())
         notes.setdefault(note, []).append(number)
@@ -360,6 +361,8 @@ def load_models(args, config, compute_dtype: torch.dtype, reference_dtype: torch
     for name, buffer in (dict(policy.named_buffers()) | buffers).items():
         policy.get_buffer(name).data = reference.get_buffer(name).data = buffer.to(device)
     sync_reference(reference, policy)
+    for model in (policy, reference):
+        utils.pack(args, model)
     return policy.train(), reference.eval().requires_grad_(False)
 
 
@@ -489,8 +492,8 @@ def check_flags(args, batch_size: int) -> None:
         if not holds(value := getattr(args, name)):
             fail(f"--{name.replace('_', '-')} is {value}; it must be {text}")
     world = int(os.environ.get("WORLD_SIZE", 1))
-    if world % (args.shard_size or 1) or batch_size % (world * (args.micro_batch_size or 1)):
-        fail(f"{world} ranks must be a multiple of --shard-size, a batch of {batch_size} of ranks x --micro-batch-size")
+    if world % (args.shard_size or 1) or batch_size % world:
+        fail(f"{world} ranks must be a multiple of --shard-size, and a batch of {batch_size} of them")
     if args.clip == "sample" and (args.M < 1 or math.exp(args.log_epsilon_P - args.log_epsilon_R) == 0):
         fail("--clip sample needs finite bounds, and --M of at least 1")
     if getattr(args, "online", False) and not (args.reward_model and args.temperature and args.min_avg_logp < -1e9):
@@ -572,8 +575,6 @@ def main(args: Args) -> None:
     warmup = max(1, round(args.warmup_fraction * args.num_steps))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup), start - 1)
     log = utils.Log(output_dir, start) if rank == 0 else None
-    per_rank = batch_size // world
-    micro_batch_size = args.micro_batch_size or per_rank
     bar = trange(start, args.num_steps, initial=start, total=args.num_steps, disable=rank != 0)
     for step in bar:
         started = time.perf_counter()
@@ -596,26 +597,25 @@ def main(args: Args) -> None:
         ties = sum(len({x.reward for x in group}) == 1 for group in batch)
         examples = [x for group in batch for x in group]
         advantages = [A for group in batch for A in group_advantages([x.reward for x in group])]
-        order = sorted(range(batch_size), key=lambda i: examples[i].length)
-        batch, batch_rows = [examples[i] for i in order], [examples[i].row for i in order]
-        advantages = torch.tensor(advantages, dtype=torch.float64, device=device)[order]  # (batch_size,)
+        advantages = torch.tensor(advantages, dtype=torch.float64, device=device)  # (batch_size,)
+        batch_rows, lengths = [x.row for x in examples], [x.length for x in examples]
         # --- shared: microbatches
         run["training"] = True
         completion_tokens = sum(len(x.completion_ids) for x in examples)
         losses, sums = torch.zeros(batch_size, dtype=torch.float64, device=device), defaultdict(float)
-        for first in range(0, per_rank, micro_batch_size):
+        passes = utils.make_passes(lengths, world, args.micro_batch_size, args.micro_batch_tokens)[rank::world]
+        for number, mine in enumerate(passes, 1):  # mine: positions in the batch
             # On CUDA every time: whole gradients might not fit.
-            policy.set_requires_gradient_sync(device.type == "cuda" or first + micro_batch_size == per_rank)
-            mine = list(range(rank, batch_size, world))[first : first + micro_batch_size]  # positions in the batch
+            policy.set_requires_gradient_sync(device.type == "cuda" or number == len(passes))
             # --- end shared: microbatches
-            part = [batch[i] for i in mine]
+            part = [examples[i] for i in mine]
             keys = [(args.seed, step, i) for i in mine]
             # --- shared: forward
             input_ids, mask = utils.pad_batch(part, tokens.pad_id, device)  # (B, T)
             with torch.no_grad():
-                ref_logps = token_logps(reference, input_ids, mask)  # (B, T)
+                ref_logps = token_logps(reference, input_ids, mask) if last_sync < step else None  # (B, T)
             logps = token_logps(policy, input_ids, mask)  # (B, T)
-            log_ratio = clipped = logps - ref_logps
+            log_ratio = clipped = logps - (logps.detach() if ref_logps is None else ref_logps)
             if clip == "clip":
                 clipped = log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)  # humanline clipping (§5.1, Figure 4)
             elif clip == "sample":
@@ -687,7 +687,7 @@ def main(args: Args) -> None:
     export(output_dir / "final", policy, tokens, final_dtype)
     if log:
         utils.report(output_dir, before, after, samples_before, samples_after)
-        log.close()
+        log.writer.close()
     # --- end shared: log
     grader.stop()
     grader.join()

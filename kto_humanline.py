@@ -70,7 +70,8 @@ class Args:
     # optimization
     num_steps: Count = 312  # optimizer steps (Table 1: 20K examples, once)
     batch_size: Count = 64  # examples per step, over all ranks; a pair is two (Table 1)
-    micro_batch_size: CountOr0 = 0  # examples per pass of one rank; 0: no accumulation
+    micro_batch_size: CountOr0 = 0  # most examples per rank and pass; 0: any
+    micro_batch_tokens: CountOr0 = 8192  # most tokens per rank and pass; 0: any
     lr: Positive = 5e-6  # AdamW's learning rate (Table 3; online 2.5e-6)
     weight_decay: NonNegative = 1e-2  # of AdamW (Table 1)
     adam_eps: Positive = 1e-5  # AdamW's ε (Table 1)
@@ -141,10 +142,10 @@ def kto_loss(log_ratio, mask, desirable, z_0, beta: float, lambda_D: float, lamb
         log_ratio: (B, T) log π_θ/π_ref in nats.
         mask: (B, T), 1 at completion tokens.
         desirable: (B,) bool.
-        z_0: reference point in nats, a number without gradient.
+        z_0: reference point in nats, a number.
 
     Returns:
-        λ_y - v(x, y) of every example (B,), and the rewards β·Σ_t log_ratio (B,), detached.
+        λ_y - v(x, y) of each example (B,), and the rewards β·Σ_t log_ratio (B,), detached.
     """
     r = (log_ratio * mask).sum(-1)  # (B,)
     gain = torch.where(desirable, r - z_0, z_0 - r)
@@ -153,14 +154,16 @@ def kto_loss(log_ratio, mask, desirable, z_0, beta: float, lambda_D: float, lamb
 
 
 @torch.no_grad()
-def reference_point(policy, reference, mixed: list[utils.Example], micro_batch_size: int, bounds, pad_id: int) -> float:
-    """z_0 = max(0, mean of Σ_t log_ratio over mismatched pairs), clipped like the loss's, of the whole global batch."""
+def reference_point(args, clip, policy, reference, mixed: list[utils.Example], pad_id: int) -> float:
+    """z_0 = max(0, mean of Σ_t log_ratio over mismatched pairs), clipped like the loss's, of the global batch."""
     total = torch.zeros((), dtype=torch.float64, device=next(policy.parameters()).device)
-    own = mixed[dist.get_rank() :: dist.get_world_size()]
-    for first in range(0, len(own), micro_batch_size):
-        input_ids, mask = utils.pad_batch(own[first : first + micro_batch_size], pad_id, total.device)  # (B, T)
+    most, world = (args.micro_batch_size, args.micro_batch_tokens), dist.get_world_size()
+    for mine in utils.make_passes([x.length for x in mixed], world, *most)[dist.get_rank() :: world]:
+        input_ids, mask = utils.pad_batch([mixed[i] for i in mine], pad_id, total.device)  # (B, T)
         log_ratio = utils.token_logps(policy, input_ids, mask) - utils.token_logps(reference, input_ids, mask)
-        total += (log_ratio.clamp(*bounds) * mask).sum()
+        if clip == "clip":
+            log_ratio = log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)
+        total += (log_ratio * mask).sum()
     dist.all_reduce(total)
     return max(total.item() / len(mixed), 0.0)
 
@@ -240,7 +243,7 @@ def load_groups(args, flag: str, name: str, split: str, tokens, sizes, hashes: d
             completions = completions if any(sizes) else []
             unread = any(sizes) and not completions and {"chosen", "rejected", "completion", "completions"} & row.keys()
             if prompt is None or unread or len(completions) not in sizes or len(completions) not in (0, len(rewards)):
-                raise ValueError(f"{WANTED}{utils.hint(row)}; the columns are {', '.join(row)}")
+                raise ValueError(f"{WANTED}; the columns are {', '.join(row)}")
             group, note = utils.encode_group(args, tokens, number, prompt, completions, rewards)
         content.update(repr((row, group)).encode())
         notes.setdefault(note, []).append(number)
@@ -306,12 +309,12 @@ def read_row(args: Args, row: dict) -> tuple:
 
 
 def split_pair(group: list[utils.Example], threshold: float) -> tuple:
-    """The best and the worst completion as a desirable and an undesirable example (C.1.2)."""
+    """Best and worst completion as a desirable and an undesirable one (C.1.2)."""
     return tuple(x._replace(reward=label) for x, label in zip(best_and_worst(group, threshold), (1.0, 0.0)))
 
 
 def mismatched(examples: list[utils.Example]) -> list[utils.Example]:
-    """(x, y') for z_0: y' is that of the next example whose prompt differs. Empty if all prompts are the same."""
+    """(x, y') for z_0: y' is that of the next example whose prompt differs. Empty if none does."""
     found = []
     for i, example in enumerate(examples):
         others = (x for x in examples[i + 1 :] + examples[:i] if x.prompt_ids != example.prompt_ids)
@@ -380,6 +383,8 @@ def load_models(args, config, compute_dtype: torch.dtype, reference_dtype: torch
     for name, buffer in (dict(policy.named_buffers()) | buffers).items():
         policy.get_buffer(name).data = reference.get_buffer(name).data = buffer.to(device)
     sync_reference(reference, policy)
+    for model in (policy, reference):
+        utils.pack(args, model)
     return policy.train(), reference.eval().requires_grad_(False)
 
 
@@ -514,8 +519,8 @@ def check_flags(args, batch_size: int) -> None:
         if not holds(value := getattr(args, name)):
             fail(f"--{name.replace('_', '-')} is {value}; it must be {text}")
     world = int(os.environ.get("WORLD_SIZE", 1))
-    if world % (args.shard_size or 1) or batch_size % (world * (args.micro_batch_size or 1)):
-        fail(f"{world} ranks must be a multiple of --shard-size, a batch of {batch_size} of ranks x --micro-batch-size")
+    if world % (args.shard_size or 1) or batch_size % world:
+        fail(f"{world} ranks must be a multiple of --shard-size, and a batch of {batch_size} of them")
     if args.clip == "sample" and (args.M < 1 or math.exp(args.log_epsilon_P - args.log_epsilon_R) == 0):
         fail("--clip sample needs finite bounds, and --M of at least 1")
     if getattr(args, "online", False) and not (args.reward_model and args.temperature and args.min_avg_logp < -1e9):
@@ -604,8 +609,6 @@ def main(args: Args) -> None:
     warmup = max(1, round(args.warmup_fraction * args.num_steps))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup), start - 1)
     log = utils.Log(output_dir, start) if rank == 0 else None
-    per_rank = batch_size // world
-    micro_batch_size = args.micro_batch_size or per_rank
     bar = trange(start, args.num_steps, initial=start, total=args.num_steps, disable=rank != 0)
     for step in bar:
         started = time.perf_counter()
@@ -632,30 +635,26 @@ def main(args: Args) -> None:
         # --- end shared: round
         examples = [x for group in batch for x in group]
         if not (mixed := mismatched(examples)):
-            fail(f"step {step}: the batch has one prompt, and z_0 needs others; raise --batch-size")
-        batch = sorted(examples, key=lambda x: x.length)
-        mixed.sort(key=lambda x: x.length)
-        batch_rows = [x.row for x in batch]
-
-        bounds = (args.log_epsilon_P, args.log_epsilon_R) if clip == "clip" else (-math.inf, math.inf)
-        z_0 = reference_point(policy, reference, mixed, micro_batch_size, bounds, tokens.pad_id)
+            fail(f"step {step}: the batch has one prompt, and z_0 needs two; raise --batch-size")
+        batch_rows, lengths = [x.row for x in examples], [x.length for x in examples]
+        z_0 = reference_point(args, clip, policy, reference, mixed, tokens.pad_id) if last_sync < step else 0.0
         # --- shared: microbatches
         run["training"] = True
         completion_tokens = sum(len(x.completion_ids) for x in examples)
         losses, sums = torch.zeros(batch_size, dtype=torch.float64, device=device), defaultdict(float)
-        for first in range(0, per_rank, micro_batch_size):
+        passes = utils.make_passes(lengths, world, args.micro_batch_size, args.micro_batch_tokens)[rank::world]
+        for number, mine in enumerate(passes, 1):  # mine: positions in the batch
             # On CUDA every time: whole gradients might not fit.
-            policy.set_requires_gradient_sync(device.type == "cuda" or first + micro_batch_size == per_rank)
-            mine = list(range(rank, batch_size, world))[first : first + micro_batch_size]  # positions in the batch
+            policy.set_requires_gradient_sync(device.type == "cuda" or number == len(passes))
             # --- end shared: microbatches
-            part = [batch[i] for i in mine]
+            part = [examples[i] for i in mine]
             keys = [(args.seed, step, i) for i in mine]
             # --- shared: forward
             input_ids, mask = utils.pad_batch(part, tokens.pad_id, device)  # (B, T)
             with torch.no_grad():
-                ref_logps = token_logps(reference, input_ids, mask)  # (B, T)
+                ref_logps = token_logps(reference, input_ids, mask) if last_sync < step else None  # (B, T)
             logps = token_logps(policy, input_ids, mask)  # (B, T)
-            log_ratio = clipped = logps - ref_logps
+            log_ratio = clipped = logps - (logps.detach() if ref_logps is None else ref_logps)
             if clip == "clip":
                 clipped = log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)  # humanline clipping (§5.1, Figure 4)
             elif clip == "sample":
@@ -734,7 +733,7 @@ def main(args: Args) -> None:
     export(output_dir / "final", policy, tokens, final_dtype)
     if log:
         utils.report(output_dir, before, after, samples_before, samples_after)
-        log.close()
+        log.writer.close()
     # --- end shared: log
     dist.barrier()
     dist.destroy_process_group()

@@ -5,6 +5,7 @@ B sequences, T tokens, V vocabulary, D hidden size. Log-probs are in nats. A mas
 
 import contextlib
 import gc
+import heapq
 import itertools
 import json
 import logging
@@ -30,6 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 DIVERGED = "not finite: look at the model and the data, or lower --lr or --max-grad-norm"
 
@@ -59,16 +61,15 @@ class Tokens(NamedTuple):
     eos_ids: set[int]  # every id that ends a turn
     pad_id: int  # masked, so any will do
     rows: int  # of the model's embedding
-    special: re.Pattern  # finds text that spells a special token
 
 
 def load_tokens(args, config) -> Tokens:
-    """The policy's tokenizer, with the flags' template and end of turn. A ValueError if the model cannot have them."""
+    """The tokenizer, with the flags' template and end of turn. A ValueError if the model cannot have them."""
     text_config = config.get_text_config()
     rows, positions = text_config.vocab_size, getattr(text_config, "max_position_embeddings", None) or math.inf
     longest = max(args.max_length, args.max_prompt_length + args.max_new_tokens)
     if getattr(text_config, "rope_parameters", None) is None and longest > positions:
-        raise ValueError(f"--max-length or --max-new-tokens: {longest} tokens, and it has {positions} positions")
+        raise ValueError(f"--max-length, --max-new-tokens: {longest} tokens, and it has {positions} positions")
     how = {"trust_remote_code": args.trust_remote_code, "mistral_format": False}
     tokenizer = AutoTokenizer.from_pretrained(args.model, **how)
     if args.chat_template:
@@ -78,14 +79,12 @@ def load_tokens(args, config) -> Tokens:
         raise ValueError(f"its vocabulary has no end-of-turn token {args.eos_token!r}: name one with --eos-token")
     check_ids(tokenizer, [tokenizer.eos_token_id], rows)
     eos_ids, sources = {tokenizer.eos_token_id}, [text_config]
-    with contextlib.suppress(OSError):  # there is none
+    with contextlib.suppress(OSError):
         sources += [GenerationConfig.from_pretrained(args.model)]
     for ids in (source.eos_token_id for source in sources):
         eos_ids |= {ids} if isinstance(ids, int) else set(ids or ())
     pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None and i < rows)
-    names = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    special = re.compile("|".join(map(re.escape, names | set(tokenizer.all_special_tokens))))
-    return Tokens(tokenizer, eos_ids, pad_id, rows, special)
+    return Tokens(tokenizer, eos_ids, pad_id, rows)
 
 
 def check_ids(tokenizer, ids: list[int], rows: int) -> None:
@@ -93,27 +92,6 @@ def check_ids(tokenizer, ids: list[int], rows: int) -> None:
     if (largest := max(ids, default=0)) >= rows:
         token = tokenizer.convert_ids_to_tokens(largest)
         raise ValueError(f"token {token!r} has the id {largest}, and the embedding has {rows} rows")
-
-
-def hint(row: dict) -> str:
-    """How to convert a row of another format."""
-    if "conversations" in row:
-        return ' (ShareGPT: make {"from": "human", "value": …} a message {"role": "user", "content": …})'
-    transcripts = row.keys() == {"chosen", "rejected"} and {type(text) for text in row.values()} == {str}
-    return " (a prompt is what both share, up to the last marker, such as Assistant:)" * transcripts
-
-
-def to_text(tokenizer, prompt, completions: list):
-    """Prompt as messages (text without a template), completions as texts (None: not one assistant message)."""
-    if isinstance(prompt, list) and not tokenizer.chat_template:
-        raise ValueError("a conversation needs a chat template: --chat-template FILE")
-    prompt_turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    turns = [c if isinstance(c, list) else [{"role": "assistant", "content": c}] for c in completions]
-    for message in itertools.chain(prompt_turns, *turns):
-        if not isinstance(message, dict) or {type(message.get(key)) for key in ("role", "content")} != {str}:
-            raise ValueError(f"a message must have a role and a content that are strings, not {str(message)[:80]}")
-    texts = [turn[0]["content"] if [m["role"] for m in turn] == ["assistant"] else None for turn in turns]
-    return prompt_turns if tokenizer.chat_template else prompt, texts
 
 
 def render(tokenizer, messages: list, **how) -> str:
@@ -125,7 +103,7 @@ def render(tokenizer, messages: list, **how) -> str:
 
 
 def show_tokens(tokens: Tokens, example: Example) -> None:
-    """Prints what ends a turn, and how a prompt ends and its completion begins and ends, as the model sees them."""
+    """Prints what ends a turn, how a prompt ends, and its completion begins and ends, in tokens."""
     parts = sorted(tokens.eos_ids), example.prompt_ids[-8:], example.completion_ids[:8], example.completion_ids[-4:]
     for name, ids in zip(("end of turn", "a prompt ends", "its completion begins", "and ends"), parts):
         if ids and dist.get_rank() == 0:
@@ -140,7 +118,7 @@ def encode_prompt(tokenizer, prompt) -> list[int]:
     return tokenizer(render(tokenizer, prompt, add_generation_prompt=True), add_special_tokens=False).input_ids
 
 
-def encode_completion(tokens: Tokens, prompt, prompt_ids: list[int], completion: str) -> tuple[list[int], str]:
+def encode_completion(tokens: Tokens, prompt, prompt_ids: list[int], completion: str) -> tuple:
     """Completion ids up to and with the end of turn (added where the template writes none), and why they cannot train,
     or "". They are what follows the prompt's ids in those of the whole text, if it begins so."""
     tokenizer, eos_ids, before, whole = tokens.tokenizer, tokens.eos_ids, prompt, None
@@ -168,9 +146,18 @@ def encode_completion(tokens: Tokens, prompt, prompt_ids: list[int], completion:
 def encode_group(args, tokens: Tokens, row: int, prompt, completions: list, rewards: list[float]):
     """The examples of a row, (prompt,) without completions, () if it cannot train; and why it cannot, or a note, or "".
     A ValueError if it is wrong."""
-    prompt, texts = to_text(tokens.tokenizer, prompt, completions)
+    template = tokens.tokenizer.chat_template
+    if isinstance(prompt, list) and not template:
+        raise ValueError("a conversation needs a chat template: --chat-template FILE")
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    answers = [c if isinstance(c, list) else [{"role": "assistant", "content": c}] for c in completions]
+    for message in itertools.chain(messages, *answers):
+        if not isinstance(message, dict) or {type(message.get(key)) for key in ("role", "content")} != {str}:
+            raise ValueError(f"a message must have a role and a content that are strings, not {str(message)[:80]}")
+    turns = [message["content"] for message in messages]
+    texts = [answer[0]["content"] if [m["role"] for m in answer] == ["assistant"] else None for answer in answers]
+    prompt = messages if template else prompt
     example = Example(row, prompt, encode_prompt(tokens.tokenizer, prompt))
-    turns = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt]
     longest = min(args.max_prompt_length, args.max_length - 1)
     if not "".join(turns[-1:]).strip() or not 0 < len(example.prompt_ids) <= longest:
         return (), f"prompt empty or longer than {longest} tokens (--max-prompt-length)"
@@ -187,7 +174,7 @@ def encode_group(args, tokens: Tokens, row: int, prompt, completions: list, rewa
     check_ids(tokens.tokenizer, [*example.prompt_ids, *(i for x in group for i in x.completion_ids)], tokens.rows)
     if len(group) == 2 and group[0].completion_ids == group[1].completion_ids:
         return (), "chosen equals rejected"
-    spelt = tokens.special.search("\n".join([*turns, *texts]))
+    spelt = any(token in text for token in tokens.tokenizer.all_special_tokens for text in [*turns, *texts])
     return tuple(group or [example]), "kept, though special tokens are spelt in its text" if spelt else ""
 
 
@@ -205,55 +192,76 @@ def pad_batch(examples: list[Example], pad_id: int, device: torch.device):
 
 class HeadLogps(torch.autograd.Function):
     """Log-probs (N,) of the targets under an output head, in fp32 or wider. The vocabulary comes in blocks of `size`
-    rows, whose logits the backward pass computes again; what is kept are the inputs and the log-normalisers."""
+    rows. Their logits are kept for the backward pass in up to `room` bytes, or computed again."""
 
     @staticmethod
-    def block(first, hidden, targets, weight, bias, size, softcap, temperature):
+    def block(kept, first, wide, targets, weight, bias, size, softcap, temperature):
         """The block's rows, its logits (N, size), and where and whether the targets are in it, (N, 1) each."""
-        rows = slice(first, first + size)
-        logits = F.linear(hidden, weight[rows].to(hidden.dtype), bias[rows].to(hidden.dtype))
-        if softcap:
-            logits.div_(softcap).tanh_().mul_(softcap)
+        rows, logits = slice(first, first + size), kept.pop(first, None)
+        if logits is None:
+            logits = F.linear(wide, weight[rows].to(wide.dtype), bias if bias is None else bias[rows].to(wide.dtype))
+            logits = logits.div_(softcap).tanh_().mul_(softcap / temperature) if softcap else logits.div_(temperature)
         place = (targets - first).clamp(0, logits.shape[1] - 1)[:, None]
-        return rows, logits.div_(temperature), place, place == targets[:, None] - first
+        return rows, logits, place, place == targets[:, None] - first
 
     @staticmethod
-    def forward(ctx, hidden, targets, weight, bias, *how):  # (N, D), (N,), (V, D), (V,)
+    def forward(ctx, hidden, targets, weight, bias, room, *how):  # (N, D), (N,), (V, D), (V,)
         wide = hidden.to(torch.promote_types(weight.dtype, torch.float32))
         total, chosen = wide.new_full((len(wide), 1), -math.inf), wide.new_zeros(len(wide), 1)
+        ctx.kept, ctx.how = {}, how
         for first in range(0, len(weight), how[0]):
-            _, logits, place, inside = HeadLogps.block(first, wide, targets, weight, bias, *how)
+            _, logits, place, inside = HeadLogps.block({}, first, wide, targets, weight, bias, *how)
             total = torch.logaddexp(total, logits.logsumexp(-1, keepdim=True))
             chosen = torch.where(inside, logits.gather(1, place), chosen)
+            room -= logits.nbytes
+            if room >= 0:
+                ctx.kept[first] = logits
             del logits  # before the next
         ctx.save_for_backward(hidden, targets, weight, bias, total)
-        ctx.how = how
         return (chosen - total).sum(-1)  # not a view, of which FSDP2 warns
 
     @staticmethod
     def backward(ctx, d_logps):
         (hidden, targets, weight, bias, total), (size, softcap, temperature) = ctx.saved_tensors, ctx.how
-        wide, d_weight, d_bias = hidden.to(d_logps.dtype), torch.empty_like(weight), torch.empty_like(bias)
-        d_hidden = torch.zeros_like(wide)
+        wide, d_logps, d_bias = hidden.to(d_logps.dtype), d_logps[:, None] / temperature, []
+        d_hidden, d_weight = torch.zeros_like(wide), torch.empty_like(weight)
         for first in range(0, len(weight), size):
-            rows, logits, place, inside = HeadLogps.block(first, wide, targets, weight, bias, *ctx.how)
-            slope = 1 - (logits * (temperature / softcap)) ** 2 if softcap else 1
-            d_logits = logits.sub_(total).exp_().scatter_add_(1, place, -inside.to(wide.dtype))
-            d_logits.mul_(slope).mul_(-d_logps[:, None] / temperature)
+            rows, logits, place, inside = HeadLogps.block(ctx.kept, first, wide, targets, weight, bias, *ctx.how)
+            slope = 1 - (logits * (temperature / softcap)) ** 2 if softcap else None
+            d_logits = logits.sub_(total).exp_().mul_(-d_logps).scatter_add_(1, place, inside * d_logps)
+            d_logits = d_logits.mul_(slope) if softcap else d_logits
             d_hidden.addmm_(d_logits, weight[rows].to(wide.dtype))
-            d_weight[rows], d_bias[rows] = d_logits.T @ wide, d_logits.sum(0)
+            d_weight[rows] = d_logits.T @ wide
+            d_bias += [] if bias is None else [d_logits.sum(0)]
             del logits, d_logits
-        return d_hidden.to(hidden.dtype), None, d_weight, d_bias, None, None, None
+        d_bias = torch.cat(d_bias).to(weight.dtype) if d_bias else None
+        return d_hidden.to(hidden.dtype), None, d_weight, d_bias, None, None, None, None
 
 
-def token_logps(model, input_ids, mask, temperature: float = 1.0, max_logits: int = 2**26):
+def packed_attention(module, query, key, value, attention_mask, **how):
+    """Causal attention within each of the sequences that `token_logps` put one behind the other."""
+    parts = zip(*(tensor.split(packed_attention.lengths, 2) for tensor in (query, key, value)))
+    return torch.cat([sdpa_attention_forward(module, *part, None, **how)[0] for part in parts], 1), None
+
+
+def pack(args, model) -> None:
+    """`token_logps` computes no padding from now on, if tokens meet in plain attention alone."""
+    config, longest = model.config.get_text_config(), args.max_prompt_length + max(args.max_length, args.max_new_tokens)
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    window = getattr(config, "sliding_window", None) or longest
+    if not kinds and longest <= window and model.config._attn_implementation == "sdpa":
+        if model._supports_attention_backend and not model._is_stateful:
+            transformers.AttentionInterface.register("packed", packed_attention)
+            model.set_attn_implementation("packed")
+
+
+def token_logps(model, input_ids, mask, temperature: float = 1.0, max_logits: int = 2**23):
     """log π(y_t | x, y_<t) of every completion token, (B, T) in fp32 or wider, 0 where mask is 0.
 
-    During the call the model's output head returns these (`HeadLogps`): inside the model's forward, where FSDP2 has its
-    weight gathered. A bf16 logit of 16 is spaced 0.125 apart, log-ratios are of order 1e-3, so logits are fp32.
-    model: a causal LM with an `nn.Linear` head. input_ids: (B, T), padded on the right, where no real token sees it.
-    mask: (B, T), 1 at the tokens to score. max_logits: held at once. A ValueError if the first token of a sequence is
-    to be scored, or the model rescales its logits."""
+    During the call the model's head (an `nn.Linear`) returns these: inside the model's forward, where FSDP2 has its
+    weight gathered. bf16 logits of 16 are 0.125 apart, log-ratios of order 1e-3, so logits are fp32.
+    input_ids: (B, T), padded on the right. mask: (B, T), 1 at the tokens to score. max_logits: held at once. A
+    ValueError if the first token of a sequence is to be scored, or the model rescales its logits."""
     selected = mask.bool()
     if selected[:, 0].any():
         raise ValueError("the first token of a sequence has no prediction; prepend one")
@@ -261,18 +269,25 @@ def token_logps(model, input_ids, mask, temperature: float = 1.0, max_logits: in
     for name in ("logit_scale", "logits_scaling", "logits_soft_cap", "lm_head_multiplier", "output_multiplier"):
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"models with config.{name} (here {getattr(config, name)}) are not supported")
-    targets, softcap = input_ids[selected], getattr(config, "final_logit_softcapping", None)
+    targets, predicting, inputs = input_ids[selected], selected.roll(-1, 1), {"input_ids": input_ids}
+    if model.config._attn_implementation == "packed":
+        places = torch.arange(mask.shape[1], device=mask.device).expand_as(selected)
+        lengths = (places * selected).amax(1)  # up to the last token that predicts
+        real = places < lengths[:, None]
+        inputs = {"input_ids": input_ids[real][None], "position_ids": places[real][None]}
+        predicting, packed_attention.lengths = predicting[real][None], lengths.tolist()
+    softcap = getattr(config, "final_logit_softcapping", None)
     how = max(1, max_logits // max(1, len(targets))), softcap, temperature
 
     def head_forward(hidden):  # (B, T, D) -> (N,)
-        bias = head.weight.new_zeros(len(head.weight)) if head.bias is None else head.bias
-        return HeadLogps.apply(hidden[:, :-1][selected[:, 1:]], targets, head.weight, bias, *how)
+        keep = torch.is_grad_enabled() and hidden.dtype.itemsize > 2  # a GPU computes bf16 products again for little
+        return HeadLogps.apply(hidden[predicting], targets, head.weight, head.bias, keep * 0.8 * 2**30, *how)
 
     head.forward = head_forward
     if softcap:
         config.final_logit_softcapping = None  # applied above, not to log-probs again
     try:
-        flat = model(input_ids=input_ids, use_cache=False).logits  # (N,)
+        flat = model(**inputs, use_cache=False).logits  # (N,)
     finally:
         del head.forward
         if softcap:
@@ -280,36 +295,42 @@ def token_logps(model, input_ids, mask, temperature: float = 1.0, max_logits: in
     return torch.zeros_like(mask, dtype=flat.dtype).masked_scatter(selected, flat)
 
 
-def length_batches(lengths: list[int], batch_tokens: int = 16384):
-    """Positions, the longest first, in batches of about `batch_tokens` padded tokens."""
+def make_passes(lengths: list[int], ranks: int, most: int = 0, tokens: int = 16384) -> list[list[int]]:
+    """Positions for each forward pass: even work, at most `most` with `tokens` tokens in all (0: any), or one that is
+    longer. Pass i is rank i % ranks'; some are empty if there are fewer positions than that."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)
-    while order:
-        count = max(1, batch_tokens // lengths[order[0]])
-        yield order[:count]
-        order = order[count:]
+    least = max(1, len(order) / (most or math.inf), sum(lengths) / (tokens or math.inf))
+    count = ranks * math.ceil(min(least, len(order)) / ranks)
+    while True:
+        passes, lightest = [[] for _ in range(count)], [(False, 0, number) for number in range(count)]
+        for i in order:
+            _, load, number = heapq.heappop(lightest)
+            passes[number].append(i)
+            heapq.heappush(lightest, (len(passes[number]) == most, load + lengths[i], number))
+        if not tokens or all(len(part) < 2 or sum(lengths[i] for i in part) <= tokens for part in passes):
+            return passes
+        count += ranks
 
 
 @torch.no_grad()
 def completion_logps(model, examples: list[Example], pad_id: int):
     """`token_logps` of a data set: log-probs and mask, (N, T) float64, on the CPU."""
-    rank, world, device = dist.get_rank(), dist.get_world_size(), next(model.parameters()).device
+    rank, world, device = dist.get_rank(), dist.get_world_size(), model.device
     lengths = torch.tensor([len(x.completion_ids) for x in examples])
     mask = torch.arange(lengths.max()) < lengths[:, None]  # (N, T)
     logps = torch.zeros(mask.shape, dtype=torch.float64, device=device)
-    batches = list(length_batches([x.length for x in examples]))
-    for first in range(0, len(batches), world):  # as many passes on every rank
-        batch = batches[min(first + rank, len(batches) - 1)]
-        input_ids, chosen = pad_batch([examples[i] for i in batch], pad_id, device)
+    for mine in make_passes([x.length for x in examples], world)[rank::world]:
+        input_ids, chosen = pad_batch([examples[i] for i in mine or [0]], pad_id, device)
         found = token_logps(model, input_ids, chosen)[chosen.bool()].double()
-        for i, values in zip(batch, found.split(lengths[batch].tolist())):
-            logps[i, : len(values)] = values if first + rank < len(batches) else 0
+        for i, values in zip(mine, found.split(lengths[mine or [0]].tolist())):
+            logps[i, : len(values)] = values
     dist.all_reduce(logps)
     return logps.cpu(), mask.double()
 
 
 def data_quality(args, reference, groups: list[tuple], needed: int) -> list[tuple]:
-    """Prints the quartiles of the average token log-prob of every group's first example at first (Figure 6), and drops
-    those below --min-avg-logp. A ValueError if fewer than `needed` are left."""
+    """Prints the quartiles of the average token log-prob of every group's first example (Figure 6), and drops those
+    below --min-avg-logp. A ValueError if fewer than `needed` are left."""
     logps, mask = completion_logps(reference, [group[0] for group in groups], 0)
     averages = logps.sum(-1) / mask.sum(-1)
     kept = [group for group, value in zip(groups, averages.tolist()) if not value < args.min_avg_logp]
@@ -326,8 +347,8 @@ def data_quality(args, reference, groups: list[tuple], needed: int) -> list[tupl
 
 
 def load_whole(auto, name: str, **how):
-    """A model from safetensors files. A ValueError names weights that are missing, unexpected or mismatched, with which
-    transformers would go on. Buffers do not count."""
+    """A model from safetensors files. A ValueError names weights that are missing, unexpected or mismatched (buffers
+    aside), with which transformers would go on."""
     how |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
     model, info = auto.from_pretrained(name, **how)
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
@@ -342,9 +363,9 @@ def load_whole(auto, name: str, **how):
     return model
 
 
-def start_engine(args, dtype: torch.dtype, device: torch.device, max_length: int):
-    """vLLM or an unsharded transformers model, in this process; its weights are right only after `update_engine`."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before the import
+def start_engine(args, dtype: torch.dtype, device, max_length: int):
+    """vLLM or an unsharded transformers model, in this process; its weights are right after `update_engine`."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     name, how = args.engine, {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
     if name == "auto" and find_spec("vllm"):
         from vllm.platforms import current_platform
@@ -352,13 +373,13 @@ def start_engine(args, dtype: torch.dtype, device: torch.device, max_length: int
         name = "vllm" if current_platform.device_type == device.type else "hf"
     if name != "vllm":
         model = load_whole(AutoModelForCausalLM, args.model, **how).to(device).eval()
-        model.generation_config = GenerationConfig()  # none of the model's own
+        model.generation_config = GenerationConfig()
         return model
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "RANK": "0", "LOCAL_RANK": "0"} | os.environ
     from vllm import LLM, _custom_ops
 
     if device.type == "cpu":
-        _custom_ops._supports_onednn = False  # its copies of weights stay old
+        _custom_ops._supports_onednn = False  # its weights stay old
         how |= {"kv_cache_memory_bytes": 2**30, "enforce_eager": True}
     else:
         how |= {"gpu_memory_utilization": args.vllm_memory, "enable_sleep_mode": True}
@@ -395,70 +416,61 @@ def update_engine(engine, policy) -> None:
     engine.reset_prefix_cache()
 
 
-def generate(engine, prompts: list[list[int]], args, tokens: Tokens, seed: tuple, progress=None):
-    """A completion for every prompt, the same for any number of ranks: vLLM's requests and transformers' batches have
-    seeds of their own. Returns token ids, up to and with the first end of turn, and vLLM's log-probs of them."""
-    size, found = (args.generation_batch_size if isinstance(engine, torch.nn.Module) else 1), {}
-    for first in range(dist.get_rank() * size, len(prompts), dist.get_world_size() * size):
-        found[first] = prompts[first : first + size]
+@torch.no_grad()
+def generate(engine, prompts: list[list[int]], args, tokens: Tokens, seed: tuple):
+    """Token ids up to and with the end of turn for every prompt, the same for any number of ranks (vLLM's requests,
+    transformers' batches have seeds), and vLLM's log-probs."""
+    rank, world, hf = dist.get_rank(), dist.get_world_size(), isinstance(engine, torch.nn.Module)
+    size, ends = args.generation_batch_size if hf else 1, list(tokens.eos_ids)
+    found = {first: prompts[first : first + size] for first in range(rank * size, len(prompts), world * size)}
     seeds = {first: int(np.random.SeedSequence((*seed, first)).generate_state(1)[0]) for first in found}
-    if isinstance(engine, torch.nn.Module):
-        for first, rows in found.items():
-            found[first] = _generate_hf(engine, rows, args, tokens, seeds[first])
-            if progress is not None:
-                progress.update(len(rows))
-    else:
+    if not hf:
         from vllm import SamplingParams
 
         how = {"max_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p, "logprobs": 0}
-        how |= {"ignore_eos": True, "stop_token_ids": list(tokens.eos_ids), "detokenize": False}
+        how |= {"ignore_eos": True, "stop_token_ids": ends, "detokenize": False}
         params = [SamplingParams(seed=seed, **how) for seed in seeds.values()]
         requests = [{"prompt_token_ids": list(rows[0])} for rows in found.values()]
-        results = engine.generate(requests, params, use_tqdm=progress is not None and not progress.disable)
-        for first, result in zip(found, results, strict=True):
+        for first, result in zip(found, engine.generate(requests, params, use_tqdm=rank == 0), strict=True):
             ids = list(result.outputs[0].token_ids)
-            logps = [step[token].logprob for token, step in zip(ids, result.outputs[0].logprobs, strict=True)]
+            logps = [step[token].logprob for token, step in zip(ids, result.outputs[0].logprobs)]
             found[first] = [(ids, logps)]
-    parts = [None] * dist.get_world_size()
+    else:
+        how = {"do_sample": args.temperature > 0, "max_new_tokens": args.max_new_tokens, "top_k": 0}
+        how |= {"eos_token_id": ends, "pad_token_id": tokens.pad_id}
+        how |= {"temperature": args.temperature, "top_p": args.top_p} if args.temperature > 0 else {}
+        left = {"batch_first": True, "padding_side": "left"}
+        for first in tqdm(found, "sampling with transformers", unit="batch", leave=False, disable=rank != 0):
+            rows = [torch.tensor(ids, device=engine.device) for ids in found[first]]
+            input_ids = pad_sequence(rows, padding_value=tokens.pad_id, **left)
+            attention_mask = pad_sequence([torch.ones_like(ids) for ids in rows], **left)
+            with torch.random.fork_rng([engine.device] if engine.device.type == "cuda" else []):
+                torch.manual_seed(seeds[first])
+                output = engine.generate(input_ids=input_ids, attention_mask=attention_mask, **how)
+            output, found[first] = output[:, input_ids.shape[1] :].tolist(), []
+            for ids in output:
+                end = next((i for i, token in enumerate(ids) if token in tokens.eos_ids), len(ids) - 1)
+                found[first].append((ids[: end + 1], None))
+    parts = [None] * world
     dist.all_gather_object(parts, found)
     batches = sorted((first, batch) for part in parts for first, batch in part.items())
     return tuple(map(list, zip(*[sample for _, batch in batches for sample in batch])))
 
 
 @torch.no_grad()
-def _generate_hf(model, prompts: list[list[int]], args, tokens: Tokens, seed: int) -> list[tuple]:
-    device = next(model.parameters()).device
-    prompts, left = [torch.tensor(ids, device=device) for ids in prompts], {"batch_first": True, "padding_side": "left"}
-    inputs = {"input_ids": pad_sequence(prompts, padding_value=tokens.pad_id, **left)}
-    inputs["attention_mask"] = pad_sequence([torch.ones_like(ids) for ids in prompts], **left)
-    how = {"do_sample": args.temperature > 0, "max_new_tokens": args.max_new_tokens, "top_k": 0}
-    how |= {"eos_token_id": list(tokens.eos_ids), "pad_token_id": tokens.pad_id}
-    if args.temperature > 0:
-        how |= {"temperature": args.temperature, "top_p": args.top_p}
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        output = model.generate(**inputs, **how)
-    samples = []
-    for ids in output[:, inputs["input_ids"].shape[1] :].tolist():
-        end = next((i for i, token in enumerate(ids) if token in tokens.eos_ids), len(ids) - 1)
-        samples.append((ids[: end + 1], None))
-    return samples
-
-
-@torch.no_grad()
-def engine_difference(engine, policy, examples: list[Example], engine_logps, pad_id: int) -> tuple[float, float]:
-    """Mean and maximum of |log-prob of the engine - of the policy|, in nats."""
-    input_ids, mask = pad_batch(examples, pad_id, next(policy.parameters()).device)
+def engine_difference(engine, policy, examples: list[Example], engine_logps, pad_id: int) -> tuple:
+    """Mean and maximum of |log-prob of the engine - the policy's|, in nats."""
+    input_ids, mask = pad_batch(examples, pad_id, policy.device)
     logps = token_logps(policy, input_ids, mask)[mask.bool()]
     if isinstance(engine, torch.nn.Module):
         reported = token_logps(engine, input_ids, mask)[mask.bool()]
     else:
-        reported = torch.tensor(list(itertools.chain(*engine_logps)), dtype=logps.dtype, device=logps.device)
+        reported = logps.new_tensor([*itertools.chain(*engine_logps)])
     difference = (logps - reported).abs()
     return difference.mean().item(), difference.max().item()
 
 
-def load_reward_model(name: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool):
+def load_reward_model(name: str, dtype: torch.dtype, device, trust_remote_code: bool):
     """A classifier with one output (else a ValueError), and its tokenizer."""
     how = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     model = load_whole(AutoModelForSequenceClassification, name, **how).to(device).eval()
@@ -469,9 +481,8 @@ def load_reward_model(name: str, dtype: torch.dtype, device: torch.device, trust
 
 @torch.no_grad()
 def reward_scores(model, tokenizer, samples: list[tuple]) -> torch.Tensor:
-    """A reward model's one output, or the `score` that its own code returns (ArmoRM); (N,) float64 on the CPU. samples:
-    (prompt, completion text, finished), rendered by its chat template if it has one; an unfinished completion without
-    the end of its turn."""
+    """A reward model's one output, or its own code's `score` (ArmoRM), (N,) float64 on the CPU. samples: (prompt,
+    completion text, finished), by its chat template if it has one; an unfinished one without the end of its turn."""
     encoded, config = [], model.config.get_text_config()
     for prompt, completion, finished in samples:
         if tokenizer.chat_template:
@@ -486,12 +497,13 @@ def reward_scores(model, tokenizer, samples: list[tuple]) -> torch.Tensor:
             text += completion + (tokenizer.eos_token or "") * finished
         encoded.append(tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids)
         check_ids(tokenizer, encoded[-1], config.vocab_size)
-    device = next(model.parameters()).device
-    scores = torch.zeros(len(encoded), dtype=torch.float64, device=device)
+    scores = torch.zeros(len(encoded), dtype=torch.float64, device=model.device)
     padding = config.pad_token_id if config.pad_token_id in range(config.vocab_size) else None
-    batches = length_batches(list(map(len, encoded)), 1 if padding is None else 16384)  # without it one at a time
-    for batch in itertools.islice(batches, dist.get_rank(), None, dist.get_world_size()):
-        ids = [torch.tensor(encoded[i], device=device) for i in batch]
+    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
+    size = 1 if padding is None else max(1, 16384 // len(encoded[order[-1]]))
+    for first in range(dist.get_rank() * size, len(order), dist.get_world_size() * size):
+        batch = order[first : first + size]
+        ids = [torch.tensor(encoded[i], device=model.device) for i in batch]
         attention_mask = pad_sequence([torch.ones_like(part) for part in ids], batch_first=True)
         input_ids = pad_sequence(ids, batch_first=True, padding_value=padding or 0)
         output = model(input_ids=input_ids, attention_mask=attention_mask)
@@ -502,11 +514,11 @@ def reward_scores(model, tokenizer, samples: list[tuple]) -> torch.Tensor:
 
 
 class Sampler:
-    """Completions of the policy and their rewards, for rollouts and evaluation."""
+    """Completions of the policy, and their rewards."""
 
-    def __init__(self, args, config, tokens: Tokens, dtype: torch.dtype, device: torch.device):
+    def __init__(self, args, config, tokens: Tokens, dtype: torch.dtype, device):
         self.args, self.tokens, self.dtype, self.device = args, tokens, dtype, device
-        self.engine, self.judge, self.metrics = None, None, {}  # metrics: of the last call, for the log
+        self.engine, self.judge, self.metrics = None, None, {}  # metrics: of the last call
         positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
         self.max_length = min(args.max_prompt_length + args.max_new_tokens, positions)
         if args.engine == "vllm" and not find_spec("vllm"):
@@ -517,22 +529,19 @@ class Sampler:
             except Exception as error:
                 raise ValueError(f"--reward-model {name}: {error}") from error
 
-    def sample(self, policy, prompts: list[Example], count: int, seed: tuple) -> list[list[Example]]:
-        """`count` samples for each prompt. A ValueError if the engine is not the policy, or anything is not finite."""
+    def sample(self, policy, prompts: list[Example], count: int, seed: tuple) -> list[list]:
+        """`count` samples for each prompt. A ValueError if the engine differs or anything is not finite."""
         args, started = self.args, time.perf_counter()
         if self.engine is None:
             self.engine = start_engine(args, self.dtype, self.device, self.max_length)
         repeated = [prompt for prompt in prompts for _ in range(count)]
-        share = math.ceil(len(repeated) / dist.get_world_size())
         update_engine(self.engine, policy)
-        name = "sampling with " + ("transformers" if isinstance(self.engine, torch.nn.Module) else "vLLM")
-        with tqdm(desc=name, total=share, unit="sample", leave=False, disable=dist.get_rank() != 0) as bar:
-            try:
-                ids, logps = generate(self.engine, [x.prompt_ids for x in repeated], args, self.tokens, seed, bar)
-            except RuntimeError as error:
-                if not re.search("probability tensor|device-side assert", str(error)):
-                    raise
+        try:
+            ids, logps = generate(self.engine, [x.prompt_ids for x in repeated], args, self.tokens, seed)
+        except RuntimeError as error:
+            if re.search("probability tensor|device-side assert", str(error)):
                 raise ValueError(f"the policy's probabilities are {DIVERGED}") from error
+            raise
         if not isinstance(self.engine, torch.nn.Module) and self.device.type == "cuda":
             self.engine.sleep(level=2)
         few = [prompt._replace(completion_ids=part) for prompt, part in zip(repeated[:8], ids)]
@@ -557,7 +566,7 @@ class Sampler:
         self.metrics["perf/rollout_time"] = time.perf_counter() - started
         return [samples[first : first + count] for first in range(0, len(samples), count)]
 
-    def evaluate(self, policy, prompts: list[Example], initial: dict) -> tuple[dict, list[Example]]:
+    def evaluate(self, policy, prompts: list[Example], initial: dict) -> tuple[dict, list]:
         """Samples for the first prompts, and statistics; wins are against `initial`."""
         if not (prompts := prompts[: self.args.eval_samples]):
             return {}, []
@@ -566,7 +575,7 @@ class Sampler:
         return {f"eval/{name}": values for name, values in statistics.items()}, samples
 
 
-def sample_statistics(samples: list[Example], baseline: list[Example] | None = None) -> dict[str, torch.Tensor]:
+def sample_statistics(samples: list[Example], baseline: list[Example] | None = None) -> dict:
     """Length in tokens, whether finished, reward and wins, (N,) each."""
     columns = {"length": [len(s.completion_ids) for s in samples], "finished": [s.finished for s in samples]}
     if not math.isnan(samples[0].reward):
@@ -577,11 +586,11 @@ def sample_statistics(samples: list[Example], baseline: list[Example] | None = N
 
 
 def win_rate(rewards, baseline):
-    """1 where a reward is higher than the baseline's, 0.5 where they tie."""
+    """1 where a reward is above the baseline's, 0.5 where they tie."""
     return (rewards > baseline) + 0.5 * (rewards == baseline)
 
 
-def means(metrics: dict[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
+def means(metrics: dict[str, torch.Tensor]) -> dict[str, tuple]:
     """Means and standard errors (sample deviation / √n; 0 for one value). A ValueError if one is not finite."""
     if bad := [key for key, values in metrics.items() if not values.isfinite().all()]:
         raise ValueError(f"{', '.join(bad)} {DIVERGED}")
@@ -595,7 +604,7 @@ def write(path: Path, text: str) -> None:
     path.with_name(f"{path.name}.tmp").replace(path)
 
 
-def peak_memory(device: torch.device) -> float:
+def peak_memory(device) -> float:
     """GiB since the process began: CUDA allocations, or resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
@@ -603,7 +612,7 @@ def peak_memory(device: torch.device) -> float:
 
 
 class Log:
-    """metrics.jsonl, and the same in TensorBoard; from step `start` on, where a run is resumed."""
+    """metrics.jsonl, and the same in TensorBoard, from step `start` on."""
 
     def __init__(self, folder: Path, start: int):
         path = folder / "metrics.jsonl"
@@ -617,15 +626,9 @@ class Log:
         for key, value in metrics.items():
             self.writer.add_scalar(key, value, metrics["step"])
 
-    def close(self) -> None:
-        self.file.close()
-        self.writer.close()
-
 
 def report(folder: Path, before: dict, after: dict, samples_before: list, samples_after: list) -> None:
     """Prints what training changed; writes summary.json and outputs.json."""
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
     write(folder / "summary.json", json.dumps({"before": before, "after": after}, indent=2))
     print(f"\n{'mean ± standard error':24}{'before':>20}{'after':>20}" if after else "\nnothing was evaluated")
     for key in after:
@@ -644,7 +647,7 @@ def report(folder: Path, before: dict, after: dict, samples_before: list, sample
 # --- grading ---
 # math_verify runs in processes: an answer that never ends, eats memory or crashes takes one with it.
 _TIDY = {  # what math_verify reads otherwise
-    r"(?s)\A.*(?=.{20}\\(?:boxed|fbox))": "",  # saves time
+    r"(?s)\A.*(?=.{20}\\(?:boxed|fbox))": "",
     r"(?<!\w)\*\*|\*\*(?!\w)|\\! ?|[\u200b-\u200d\u2060\ufeff]": "",
     "[‐-―−]": "-",
     r"(?:(?<!\\)\\(?:[,;: ]|q?quad\b)|~|[^\S\n])+": " ",
@@ -662,7 +665,7 @@ _NAME = r"\s*(?:\\?[A-Za-z]|\\?[A-Za-z]{3,}|\\text\{[^}]*\})(?:_\w|_\{\w+\})?(?:
 
 
 def start_grader(workers: int = 0, time_limit: float = 5.0):
-    """A pool of processes, until `stop` and `join`. time_limit: CPU seconds for one answer."""
+    """A pool of processes. time_limit: CPU seconds for one answer."""
     cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     from pebble import ProcessPool
 
@@ -674,8 +677,8 @@ def start_grader(workers: int = 0, time_limit: float = 5.0):
 
 
 def gold_answers(pool, rows: dict[int, dict]) -> dict[int, str]:
-    """{row number: gold answer}: `answer`, or `solution` with a \\boxed{…}; without those that `parse_answers` drops. A
-    ValueError if a row has neither."""
+    """{row number: gold answer}: `answer`, or `solution` with a \\boxed{…}; without those that math_verify cannot read
+    or finds unequal to themselves. A ValueError if a row has neither."""
     golds = {}
     for number, row in rows.items():
         answer, solution = row.get("answer"), row.get("solution")
@@ -687,17 +690,12 @@ def gold_answers(pool, rows: dict[int, dict]) -> dict[int, str]:
         if not isinstance(answer, str | None) or not isinstance(solution, str | None):
             raise ValueError(f"line {number}: answer and solution must be strings")
         golds[number] = answer if answer is not None else solution if "\\boxed" in solution else ""
-    parsed = parse_answers(pool, list(golds.values()))
-    return {number: gold for number, gold in zip(golds, parsed) if gold is not None}
-
-
-def parse_answers(pool, texts: list[str]) -> list[str | None]:
-    """Gold answers: each text, or None if math_verify cannot read it or finds it unequal to itself."""
-    return [text if equal else None for text, equal in zip(texts, _judge_all(pool, [(text, None) for text in texts]))]
+    equal = _judge_all(pool, [(gold, None) for gold in golds.values()])
+    return {number: gold for (number, gold), verdict in zip(golds.items(), equal) if verdict}
 
 
 def format_reward(text: str) -> float:
-    """1 for <think>⏎…⏎</think>⏎<answer>⏎…⏎</answer> and nothing around it, else 0."""
+    """1 for <think>⏎…⏎</think>⏎<answer>⏎…⏎</answer> alone, else 0."""
     thinking, _, answer = text.partition("\n</think>\n<answer>\n")
     return float(thinking.startswith("<think>\n") and answer.endswith("\n</answer>"))
 
@@ -707,7 +705,7 @@ def tag_count_reward(text: str) -> float:
     return sum(text.count(tag) == 1 for tag in ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")) / 4
 
 
-def math_rewards(pool, completions: list[str], golds: list[str]) -> tuple[dict[str, torch.Tensor], int]:
+def math_rewards(pool, completions: list[str], golds: list[str]) -> tuple[dict, int]:
     """{accuracy, format, tag_count: (N,)} from 0 to 1, float64, and the second result of `grade`."""
     accuracies, stopped = grade(pool, completions, golds)
     rewards = {"accuracy": accuracies, "format": map(format_reward, completions)}
@@ -716,8 +714,8 @@ def math_rewards(pool, completions: list[str], golds: list[str]) -> tuple[dict[s
 
 
 def grade(pool, completions: list[str], golds: list[str]) -> tuple[list[float], int]:
-    """1 for every completion whose answer equals its gold answer (docs/grpo_math.md), 0 for the others, and how many
-    are 0 because grading was stopped. golds: from `parse_answers`. A RuntimeError if a worker was killed idle."""
+    """1 for completions whose answer equals the gold answer (of `gold_answers`), else 0, and how many are 0 because
+    grading was stopped. A RuntimeError if a worker was killed idle."""
     inside = [completion.rpartition("</answer>")[0].rpartition("<answer>")[1:] for completion in completions]
     answers = [answer if tag else completion for (tag, answer), completion in zip(inside, completions)]
     verdicts = _judge_all(pool, list(zip(golds, answers, strict=True)))
@@ -730,8 +728,8 @@ def _judge_all(pool, jobs: list[tuple]) -> list[bool | None]:
 
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     distinct, own = list(dict.fromkeys(jobs)), []
-    clock = 20 * pool.time_limit  # by the clock, should a worker sleep
-    for future in [pool.schedule(_judge, (*job, pool.time_limit), timeout=clock) for job in distinct[rank::world]]:
+    limit = pool.time_limit
+    for future in [pool.schedule(_judge, (*job, limit), timeout=20 * limit) for job in distinct[rank::world]]:
         try:
             own.append(future.result())
         except (ProcessExpired, TimeoutError, MemoryError, RecursionError, TypeError, ValueError):
@@ -744,14 +742,14 @@ def _judge_all(pool, jobs: list[tuple]) -> list[bool | None]:
 
 
 def _start_worker():
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # or it warns
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     if os.path.exists("/proc/self/statm"):  # Linux
         limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + 2 * 2**30
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))  # 2 GiB more than the imports take
 
 
 def _judge(gold: str, answer: str | None, time_limit: float) -> bool:
-    """In a worker: whether the answer equals the gold answer, or with None the gold answer itself."""
+    """In a worker: whether the answer (None: the gold answer) equals the gold answer."""
     from math_verify import verify
 
     signal.setitimer(signal.ITIMER_PROF, time_limit)  # no handler: the kernel ends us
@@ -790,7 +788,7 @@ def _read_answer(text: str, is_gold: bool) -> tuple:
     text = re.sub(r"^\(?([A-Z])[).]*$", r"\1", text.strip("\n ,:;=").rstrip(". "))
     text = re.sub(rf"(?:^(?:(?i:so|thus|hence|therefore),? )?|(?<=,)|(?<=or )|(?<=or }})){_NAME}(?:=|\\in\b)", "", text)
     text = re.sub(rf"(?<![<>!])={_NAME}$", "", text)  # 5 = x
-    if re.search(r"(?:^|[=(,])\s*-?[\d.]+\s+\d", text):  # it would add them up
+    if re.search(r"(?:^|[=(,])\s*-?[\d.]+\s+\d", text):
         return None, False
     if re.fullmatch(r"(?!inf)[A-Za-z ]{3,}", text) and not re.search(r"\b(or|and)\b", text):
         text = f"\\text{{{text}}}"

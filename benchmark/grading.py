@@ -16,7 +16,7 @@ from pathlib import Path
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from utils import grade, parse_answers, start_grader  # noqa: E402
+from utils import gold_answers, grade, start_grader  # noqa: E402
 
 
 @dataclass
@@ -42,9 +42,9 @@ def main(args: Args) -> None:
     print("workers  start s  golds/s  dropped  solutions/s  wrong  answers/s  wrong  s per endless answer and worker")
     for workers in args.workers:
         pool = start_grader(workers, args.time_limit)
-        _, start = timed(parse_answers, pool, ["0"] * workers)
-        golds, parsing = timed(parse_answers, pool, answers)
-        kept = [i for i, gold in enumerate(golds) if gold is not None]
+        _, start = timed(gold_answers, pool, {i: {"answer": "0"} for i in range(workers)})
+        golds, parsing = timed(gold_answers, pool, dict(enumerate(rows)))
+        kept = list(golds)
         line = f"{workers:7} {start:8.1f} {len(set(answers)) / parsing:8.0f} {len(rows) - len(kept):8}"
         for texts in (solutions, answers):
             pairs = {(texts[i], golds[i]) for i in kept}  # a repeated one is graded once

@@ -5,7 +5,6 @@ import itertools
 import json
 import multiprocessing.forkserver
 import os
-import re
 import socket
 import sys
 import tempfile
@@ -146,7 +145,7 @@ def tokens_of(tokenizer, eos_ids):
     """The tokens of a model whose embedding has a row for each."""
     from utils import Tokens
 
-    return Tokens(tokenizer, set(eos_ids), 0, len(tokenizer), re.compile("(?!)"))
+    return Tokens(tokenizer, set(eos_ids), 0, len(tokenizer))
 
 
 @pytest.fixture(scope="session")

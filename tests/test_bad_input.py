@@ -32,6 +32,7 @@ RANGES = {  # flags with values out of range
     "--warmup-fraction": (-0.1, 1.1, "nan"),
     "--batch-size": (0, -2),
     "--micro-batch-size": (-1,),
+    "--micro-batch-tokens": (-1,),
     "--num-steps": (0,),
     "--max-length": (0,),
     "--max-prompt-length": (0,),
@@ -298,12 +299,11 @@ def test_a_completion_that_repeats_its_prompt_names_its_line(refused, dataset, p
     assert f"--dataset {path}, line 5: a completion repeats its prompt" in refused("--dataset", path)
 
 
-def test_columns_of_sharegpt_and_of_an_implicit_prompt_say_how_to_convert(refused, dataset):
+def test_columns_of_sharegpt_and_of_an_implicit_prompt_are_named(refused, dataset):
     turns = [{"from": "human", "value": "for king"}, {"from": "gpt", "value": "rose"}]
-    assert 'ShareGPT: make {"from"' in refused("--dataset", dataset(lines({"conversations": turns})))
+    assert "the columns are conversations\n" in refused("--dataset", dataset(lines({"conversations": turns})))
     texts = {"chosen": "\n\nHuman: for king\n\nAssistant: rose", "rejected": "\n\nHuman: for king\n\nAssistant: iris"}
-    said = refused("--dataset", dataset(lines(texts)))
-    assert "a prompt is what both share, up to the last marker" in said
+    assert "the columns are chosen, rejected\n" in refused("--dataset", dataset(lines(texts)))
 
 
 def test_one_number_among_strings_names_its_line(refused, dataset):
@@ -393,14 +393,12 @@ def test_infinite_bound_with_sampling_is_refused(refused, bound):
     assert "--clip sample" in refused("--clip", "sample", bound)
 
 
-@pytest.mark.parametrize("world, batch, micro, multiple", [(1, 6, 4, 4), (2, 12, 5, 10), (4, 8, 3, 12), (4, 2, 0, 4)])
-def test_batch_that_ranks_and_microbatches_do_not_divide_says_what_would_do(
-    refused, script, monkeypatch, world, batch, micro, multiple
-):
+@pytest.mark.parametrize("world, batch", [(2, 11), (4, 10), (4, 2)])
+def test_batch_that_ranks_do_not_divide_says_so(refused, script, monkeypatch, world, batch):
     monkeypatch.setenv("WORLD_SIZE", str(world))
-    told = f"{world} ranks must be a multiple of --shard-size, a batch of {batch} of ranks x --micro-batch-size\n"
-    assert refused("--batch-size", batch, "--micro-batch-size", micro) == told
-    script.check_flags(script.Args(dataset="any", micro_batch_size=micro), 3 * multiple)
+    told = f"{world} ranks must be a multiple of --shard-size, and a batch of {batch} of them\n"
+    assert refused("--batch-size", batch) == told
+    script.check_flags(script.Args(dataset="any", micro_batch_size=5), 3 * world)
 
 
 def test_ranks_that_are_no_whole_number_of_shards_are_refused(refused, script, monkeypatch):

@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT, SHARED
 
 import utils
-from utils import gold_answers, grade, parse_answers, start_grader
+from utils import gold_answers, grade, start_grader
 
 MATH = SHARED / "math"
 LAYOUT = "<think>\nIt is 17 or \\boxed{18}.\n</think>\n<answer>\n%s\n</answer>"
@@ -143,6 +143,12 @@ ENDS = {
     "everything": r"(-\infty, \infty)",
     "no quantity": "x",
 }
+
+
+def parse_answers(pool, texts: list[str]) -> list[str | None]:
+    """Each text, or None where it is no gold answer."""
+    golds = gold_answers(pool, {i: {"answer": text} for i, text in enumerate(texts)})
+    return [golds.get(i) for i in range(len(texts))]
 
 
 @pytest.fixture(scope="module")

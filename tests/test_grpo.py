@@ -316,9 +316,9 @@ def test_one_two_and_four_ranks_and_all_layouts_agree(runs, job):
 def test_both_clips_and_the_kl_penalty_were_at_work(runs):
     found, _ = runs
     for job in ("pairs", "groups", "sampling"):
-        last = found[job][0][-1]
-        assert min(last[f"humanline/clipped_{side}"] for side in ("low", "high")) > 0.01
-        assert last["grpo/clip_fraction"] > 0.01 and last["grpo/kl"] > 0.001
+        steps = found[job][0]
+        for key in ("humanline/clipped_low", "humanline/clipped_high", "grpo/clip_fraction", "grpo/kl"):
+            assert max(step[key] for step in steps) > 0.01, (job, key, [step[key] for step in steps])
     assert len({found[job][0][-1]["loss"] for job in JOBS}) == len(JOBS)
 
 

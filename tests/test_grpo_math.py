@@ -310,7 +310,7 @@ def test_bad_rows_are_named(tmp_path, capsys, rows, said):
         (["--epsilon", "nan"], "--epsilon is nan"),
         (["--beta", "-1"], "--beta is -1.0; it must be finite and at least 0"),
         (["--eval-samples-per-problem", "0"], "--eval-samples-per-problem is 0"),
-        (["--micro-batch-size", "5"], "a batch of 128 of ranks x --micro-batch-size"),
+        (["--micro-batch-tokens", "-1"], "--micro-batch-tokens is -1; it must be at least 0"),
     ],
 )
 def test_values_out_of_range_name_flag_and_range(capsys, wrong, said):

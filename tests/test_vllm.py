@@ -48,7 +48,7 @@ def test_online_rounds_run_with_vllm(tmp_path, ranks, variant):
     run += ["--round-prompts", "32", "--num-steps", "4", "--max-new-tokens", "12", "--checkpoint-every", "0"]
     output = run_ranks(ranks, [[*run, "--output-dir", str(tmp_path / "run")]])
     steps = metrics(tmp_path / "run")
-    assert "sampling with vLLM" in output and len(steps) == 4
+    assert "Processed prompts" in output and len(steps) == 4
     assert all(step["rollout/logp_diff_max"] < 1e-4 for step in steps)
     assert len({step["rollout/reward_mean"] for step in steps}) == steps[-1]["rollout/round"] > 1
 
@@ -58,7 +58,7 @@ def test_online_kto_runs_with_vllm_on_two_ranks(tmp_path):
     run += ["--max-new-tokens", "40", "--checkpoint-every", "0", "--output-dir", str(tmp_path / "run")]
     output = run_ranks(2, [run], script="kto_humanline")
     steps = metrics(tmp_path / "run")
-    assert "sampling with vLLM" in output and [step["rollout/round"] for step in steps] == [1, 2]
+    assert "Processed prompts" in output and [step["rollout/round"] for step in steps] == [1, 2]
     assert all(step["rollout/logp_diff_max"] < 1e-4 for step in steps)
 
 
@@ -67,7 +67,7 @@ def test_online_grpo_runs_with_vllm_on_two_ranks_and_groups_of_8(tmp_path):
     run += ["--num-steps", "2", "--batch-size", "32", "--max-new-tokens", "40", "--checkpoint-every", "0"]
     output = run_ranks(2, [[*run, "--output-dir", str(tmp_path / "run")]], script="grpo_humanline")
     steps = metrics(tmp_path / "run")
-    assert "sampling with vLLM" in output and [step["rollout/round"] for step in steps] == [1, 2]
+    assert "Processed prompts" in output and [step["rollout/round"] for step in steps] == [1, 2]
     assert all(step["rollout/logp_diff_max"] < 1e-4 and step["rewards/std"] > 0 for step in steps)
 
 
@@ -76,11 +76,11 @@ def test_math_runs_with_vllm_on_two_ranks(tmp_path):
     run += ["--eval-samples", "16", "--checkpoint-every", "0", "--warmup-fraction", "0", "--output-dir"]
     output = run_ranks(2, [[*run, str(tmp_path / "run")]], script="grpo_math_humanline")
     steps = metrics(tmp_path / "run")
-    assert "sampling with vLLM" in output and [step["rollout/age_steps"] for step in steps] == [0, 1, 0, 1]
+    assert "Processed prompts" in output and [step["rollout/age_steps"] for step in steps] == [0, 1, 0, 1]
     assert all(step["rollout/logp_diff_max"] < 1e-4 and 0 < step["reward/accuracy"] < 1 for step in steps)
 
 
 def test_auto_takes_vllm_where_it_is_installed(tmp_path):
     run = ["--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "8", "--num-steps", "1"]
     run += ["--max-new-tokens", "12", "--output-dir", str(tmp_path / "run")]
-    assert "sampling with vLLM" in run_ranks(1, [run])
+    assert "Processed prompts" in run_ranks(1, [run])
