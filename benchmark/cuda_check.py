@@ -14,6 +14,7 @@ import gzip
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,15 +22,13 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 
-import speed
 import torch
 import transformers
 import tyro
-from speed import ROOT, last_line, launch
+from step import ROOT, machine
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, LlamaConfig, PhiConfig, Qwen2Config
 
@@ -48,6 +47,9 @@ SCRIPTS = {  # the toy's data, a step's batch, sampling
 K = {"float32": 1, "bfloat16": 3}  # steps between syncs
 # Another layout adds the same numbers in another order; in bf16 each microbatch's gradient is rounded too, to 2^-9.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
+GPUS = torch.cuda.device_count() or 1
+MODEL, LENGTH = ("qwen2.5-1.5b", 1024) if CUDA else ("toy", 64)
+STEP = f"--script dpo --model {MODEL} --dtype bfloat16 --ranks {GPUS} --batch-size {8 * GPUS} --micro-batch-size 4"
 
 
 @dataclass
@@ -62,6 +64,26 @@ def need(holds: bool, told: str) -> None:
 
 
 # --- runs ---
+
+
+def launch(command: str, ranks: int, log: Path, seconds: float) -> str:
+    """Runs a Python command, under torchrun if there are several ranks. Returns what went wrong, or ""."""
+    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} " if ranks > 1 else ""
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with log.open("w") as file:
+        how = {"stdout": file, "stderr": subprocess.STDOUT, "env": environment, "start_new_session": True}
+        process = subprocess.Popen([sys.executable, *f"{torchrun}{command}".split()], **how)
+        try:
+            return last_line(log.read_text()) if process.wait(max(1, seconds)) else ""
+        except subprocess.TimeoutExpired:
+            return f"no end after {seconds:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its ranks too
+
+
+def last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
 
 
 @dataclass
@@ -249,19 +271,23 @@ def sampling(runs: Runs, name: str) -> str:
     return f"three steps, rollout/logp_diff_mean {off:.0e} nats"
 
 
-def tokens_per_second(runs: Runs) -> str:
-    toy = speed.Args(64, 2, 2, 1, 192, 512, length=64, ranks=1)
-    found = speed.measure(speed.Args() if CUDA else toy, runs.folder, runs.seconds())
-    (runs.folder / "speed.json").write_text(json.dumps(found))
-    shape = "1.5B parameters, 1024 tokens" if CUDA else "a toy"
-    return f"{shape}: {found['tokens_per_second']:,.0f} tokens/s, MFU {found['mfu']:.1%}"
+def step_time(runs: Runs) -> str:
+    """Four steps of DPO, humanline at k = 1, with two passes of four pairs on every rank."""
+    log, steps = runs.folder / "step.log", f"{ROOT}/benchmark/step.py --json --arms k=1 --steps 4 --length {LENGTH}"
+    wrong = launch(f"{steps} {STEP}", 1, log, runs.seconds())
+    need(not wrong, wrong)
+    found = json.loads(last_line(log.read_text()))["arms"]["k=1"]
+    (runs.folder / "step.json").write_text(json.dumps(found))
+    limit = f"MFU {found['mfu']:.1%}" if CUDA else f"efficiency {found['efficiency']:.1%}"
+    return f"{MODEL}, {LENGTH} tokens: {found['tokens_per_second']:,.0f} tokens/s, {limit}"
 
 
 def memory(runs: Runs) -> str:
-    """The peak that tokens_per_second met, against memory.py's estimate."""
-    need((runs.folder / "speed.json").exists(), "the row speed has met no peak")
-    found, log = json.loads((runs.folder / "speed.json").read_text()), runs.folder / "memory.log"
-    wrong = launch(f"{ROOT}/benchmark/memory.py --json --script dpo {found['flags']}", 1, log, runs.seconds())
+    """The peak that step_time met, against memory.py's estimate."""
+    need((runs.folder / "step.json").exists(), "the row speed has met no peak")
+    found, log = json.loads((runs.folder / "step.json").read_text()), runs.folder / "memory.log"
+    limits = f"--max-length {LENGTH} --max-prompt-length {LENGTH // 2}"
+    wrong = launch(f"{ROOT}/benchmark/memory.py --json {STEP} {limits}", 1, log, runs.seconds())
     need(not wrong, wrong)
     estimate = json.loads(last_line(log.read_text()))["peak"]
     if not CUDA:
@@ -286,7 +312,7 @@ def all_rows() -> dict[str, tuple]:
     rows["bfloat16 against float32"] = same, [f"{s}-{dtype}-whole" for s in ("dpo", "kto", "grpo") for dtype in K]
     rows["export"] = export, ["dpo-float32-whole"]
     rows |= {f"{script}, sampling with hf": (sampling, [f"{script}-hf"]) for script in SCRIPTS}
-    rows |= {"speed": (tokens_per_second, []), "memory": (memory, [])}
+    rows |= {"speed": (step_time, []), "memory": (memory, [])}
     rows |= {f"{script}, sampling with vllm": (sampling, [f"{script}-vllm"]) for script in SCRIPTS}
     for name in rows:
         if name.endswith("more ranks") or name.endswith("vllm") and not find_spec("vllm"):
@@ -299,11 +325,9 @@ def check(args: Args, folder: Path) -> bool:
     rows = {name: row for name, row in all_rows().items() if name.startswith(args.only)}
     plan = {name: run for name, run in all_runs(folder).items() if any(name in names for _, names in rows.values())}
     runs, wrong = Runs(folder, plan), 0
-    commit = subprocess.run("git describe --always --dirty".split(), cwd=ROOT, capture_output=True, text=True).stdout
-    found = {name: packages[0] for name, packages in packages_distributions().items()}
-    versions = [f"{name} {version(found[name])}" for name in ("torch", "transformers", "vllm") if name in found]
-    device = torch.cuda.get_device_name() if CUDA else "the CPU"
-    print(f"{RANKS} x {device}, {', '.join(versions)}, commit {commit.strip()}\n")
+    here = machine()
+    versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
+    print(f"{RANKS} x {here['device']}, {versions}, commit {here['commit']}\n")
     print("| check | | | seconds |\n|---|---|---|---|", flush=True)
     for name, (row, names) in rows.items():
         started = time.monotonic()

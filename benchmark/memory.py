@@ -4,7 +4,8 @@
     python benchmark/memory.py --model llama-3-8b --ranks 4 --micro-batch-size 2 --gradient-checkpointing
     python benchmark/memory.py --script grpo_math --model qwen2.5-1.5b --ranks 4 --micro-batch-size 8 --json
 
---model and --reward-model: a folder, of which config.json is read, or llama-3-8b, qwen2.5-1.5b, gemma-2-27b or toy.
+--model and --reward-model: a folder, of which config.json is read, or llama-3-8b, qwen2.5-1.5b, gemma-2-27b,
+llama-26m or toy.
 Nothing is downloaded. All flags but those of `Own` are the script's, and default to the paper's settings.
 One step of the script runs on fake tensors as one of --ranks ranks, and torch's FSDPMemTracker adds up what is alive:
 the script's own sharding, log-probs and loss, sequences of --max-length tokens, and gradients from the pass before
@@ -51,6 +52,7 @@ PRESETS = {
     "llama-3-8b": ("llama", 128256, 4096, 14336, 32, 32, 8, 128, 8192, False),
     "qwen2.5-1.5b": ("qwen2", 151936, 1536, 8960, 28, 12, 2, 128, 32768, True),
     "gemma-2-27b": ("gemma2", 256000, 4608, 36864, 46, 32, 16, 128, 8192, True),
+    "llama-26m": ("llama", 32000, 384, 1024, 8, 6, 6, 64, 2048, True),  # for step.py on a CPU
 }
 
 

@@ -6,14 +6,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
-import pytest
-import torch
 from conftest import ROOT
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen2Config, Qwen2ForCausalLM
-
-sys.path.insert(0, str(ROOT / "benchmark"))
-import speed  # noqa: E402
 
 SYNC = '        if sync == "before_step"'
 WRONG = [  # file, text, what takes its place
@@ -52,18 +45,3 @@ def test_what_is_wrong_is_found_and_the_rest_still_runs(tmp_path):
     assert code == 1 and [name for name in rows if rows[name][0] == "ok"] == ["grpo, float32, microbatches"], rows
     assert "broken" in rows["kto, float32, microbatches"][1]
     assert "not the policy of the last sync" in rows["sync, float32"][1]
-
-
-@pytest.mark.parametrize("hidden", [64, 128])
-def test_flops_are_those_that_torch_counts(hidden):
-    """In a forward pass, a quarter of a step's. Torch counts attention as if it were not causal: twice."""
-    args = speed.Args(hidden, 2, 2, 1, 192, 512, length=32)
-    sizes = {"hidden_size": hidden, "num_hidden_layers": 2, "intermediate_size": 192, "vocab_size": 512}
-    config = Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
-    model = Qwen2ForCausalLM._from_config(config, attn_implementation="eager").eval()
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.zeros(1, 32, dtype=torch.long), logits_to_keep=16)
-    small = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 1)  # biases and norms: no products
-    weights = sum(p.numel() for p in model.parameters()) - small
-    attention = 2 * args.layers * hidden * args.length
-    assert counter.get_total_flops() == pytest.approx(32 * (speed.flops_per_token(args, weights) / 4 + attention))
