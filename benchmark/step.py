@@ -90,6 +90,8 @@ def parse(flags: list[str]):
         script.fail("--ranks and --steps are at least 1, --length 8; --online and --dtype auto are not for this")
     if not all(re.fullmatch(r"offline|k=[1-9]\d*", name) for name in own.arms):
         script.fail(f"--arms {' '.join(own.arms)}: they are offline or k=N")
+    if own.trl and args.batch_size % (own.ranks * (args.micro_batch_size or 1)):
+        script.fail("--trl: the batch must be a multiple of ranks x --micro-batch-size")
     with patch.dict(os.environ, WORLD_SIZE=str(own.ranks)):
         script.check_flags(args, args.batch_size)
     return own, args, script, rest

@@ -129,6 +129,7 @@ def test_an_arm_that_fails_is_told_in_its_own_words(tmp_path):
         (["--arms", "k=0"], "--arms k=0: they are offline or k=N"),
         (["--steps", "0"], "--steps are at least 1"),
         (["--ranks", "3"], "3 ranks"),
+        (["--trl", "--micro-batch-size", "3", "--batch-size", "16"], "batch"),
         (["--model", "gpt-5"], "neither a folder"),
     ],
 )
