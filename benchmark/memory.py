@@ -123,8 +123,9 @@ def train(own: Own, args, script, config, stored: torch.dtype) -> tuple[dict, li
     """Bytes by part at the peak of a training step, and the elements of each of the model's parameters. stored: dtype
     of the reference."""
     compute = getattr(torch, "bfloat16" if args.dtype == "auto" else args.dtype)
-    per_rank = own.batch_size // own.ranks
-    B, T = (args.micro_batch_size or per_rank) * (2 if own.script == "dpo" else 1), args.max_length
+    each, T, most = 2 if own.script == "dpo" else 1, args.max_length, (args.micro_batch_size, args.micro_batch_tokens)
+    passes = script.utils.make_passes([each * T] * own.batch_size, own.ranks, *most)
+    B = each * max(map(len, passes))
     fake, stand = FakeTensorMode(), Stand(B * min(T - 1, max(1, round(T * own.completion_share))))
     token_logps = script.utils.token_logps
     if own.script == "grpo_math":
@@ -152,7 +153,7 @@ def train(own: Own, args, script, config, stored: torch.dtype) -> tuple[dict, li
         for parameter in policy.parameters():
             parameter.grad = torch.zeros_like(parameter)
         update()  # makes the moments
-        if args.micro_batch_size in (0, per_rank):
+        if len(passes) == own.ranks:
             optimizer.zero_grad()
         input_ids, mask, numbers = torch.zeros(B, T, dtype=torch.long), torch.zeros(B, T), torch.zeros(B)
     tracker = FSDPMemTracker(policy, optimizer)

@@ -44,6 +44,14 @@ def test_state_is_hand_arithmetic():
         assert sum(estimate["parts"].values()) == estimate["peak"]
 
 
+def test_a_budget_of_tokens_is_that_of_as_many_sequences():
+    common = ["--model", "toy", "--ranks", 2, "--max-length", 100]
+    budget, pairs, larger = estimates(
+        *[[*common, *more] for more in (["--micro-batch-tokens", 800], ["--micro-batch-size", 4], [])]
+    )
+    assert budget["parts"] == pairs["parts"] and larger["parts"]["activations"] > 2 * budget["parts"]["activations"]
+
+
 def test_shards_of_one_machine_are_those_of_its_ranks():
     four, two_by_four = estimates(["--model", "toy", "--ranks", 4], ["--model", "toy", "--ranks", 8, "--shard-size", 4])
     assert four["parts"]["Adam moments"] == two_by_four["parts"]["Adam moments"]
