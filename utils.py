@@ -240,7 +240,8 @@ class HeadLogps(torch.autograd.Function):
 
 def packed_attention(module, query, key, value, attention_mask, **how):
     """Causal attention within each of the sequences that `token_logps` put one behind the other."""
-    parts = zip(*(tensor.split(packed_attention.lengths, 2) for tensor in (query, key, value)))
+    lengths = pack.lengths if query.shape[::2] == (1, sum(pack.lengths)) else [query.shape[2]]
+    parts = zip(*(tensor.split(lengths, 2) for tensor in (query, key, value)))
     return torch.cat([sdpa_attention_forward(module, *part, None, **how)[0] for part in parts], 1), None
 
 
@@ -253,6 +254,7 @@ def pack(args, model) -> None:
         if model._supports_attention_backend and not model._is_stateful:
             transformers.AttentionInterface.register("packed", packed_attention)
             model.set_attn_implementation("packed")
+    pack.lengths = []
 
 
 def token_logps(model, input_ids, mask, temperature: float = 1.0, max_logits: int = 2**23):
@@ -275,12 +277,12 @@ def token_logps(model, input_ids, mask, temperature: float = 1.0, max_logits: in
         lengths = (places * selected).amax(1)  # up to the last token that predicts
         real = places < lengths[:, None]
         inputs = {"input_ids": input_ids[real][None], "position_ids": places[real][None]}
-        predicting, packed_attention.lengths = predicting[real][None], lengths.tolist()
+        predicting, pack.lengths = predicting[real][None], lengths.tolist()
     softcap = getattr(config, "final_logit_softcapping", None)
     how = max(1, max_logits // max(1, len(targets))), softcap, temperature
 
     def head_forward(hidden):  # (B, T, D) -> (N,)
-        keep = torch.is_grad_enabled() and hidden.dtype.itemsize > 2  # a GPU computes bf16 products again for little
+        keep = torch.is_grad_enabled() and hidden.dtype.itemsize > 2  # a GPU does it again for little
         return HeadLogps.apply(hidden[predicting], targets, head.weight, head.bias, keep * 0.8 * 2**30, *how)
 
     head.forward = head_forward
@@ -418,8 +420,8 @@ def update_engine(engine, policy) -> None:
 
 @torch.no_grad()
 def generate(engine, prompts: list[list[int]], args, tokens: Tokens, seed: tuple):
-    """Token ids up to and with the end of turn for every prompt, the same for any number of ranks (vLLM's requests,
-    transformers' batches have seeds), and vLLM's log-probs."""
+    """Token ids up to and with the end of turn for every prompt, the same for any number of ranks, and vLLM's
+    log-probs."""
     rank, world, hf = dist.get_rank(), dist.get_world_size(), isinstance(engine, torch.nn.Module)
     size, ends = args.generation_batch_size if hf else 1, list(tokens.eos_ids)
     found = {first: prompts[first : first + size] for first in range(rank * size, len(prompts), world * size)}

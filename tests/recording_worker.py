@@ -1,7 +1,7 @@
 """One rank that runs dpo_humanline.main for real and notes, at every step, what policy and reference are.
 
-It wraps two functions of the script: the record is taken inside the step, between the forward passes and the update,
-with additional no-grad forward passes through both models (which is what used to leave a root unit gathered and stale).
+It wraps three functions of the script: the record is taken inside the step, before the policy's forward pass, with
+additional no-grad forward passes through both models (which is what used to leave a root unit gathered and stale).
 """
 
 import hashlib
@@ -32,16 +32,23 @@ def weights(model) -> str:
 
 
 def watch(record: list) -> None:
-    policy_of, sync, early = {}, ORIGINAL_SYNC, []
+    models, early, passes = {}, [], []
+
+    def load_models(*how):
+        models.update(zip(("policy", "reference"), LOAD_MODELS(*how)))
+        return tuple(models.values())
 
     def recording_token_logps(model, input_ids, mask, *rest):
-        kind = "policy" if model.training else "reference"
-        with torch.no_grad(), CommDebugMode() as communication:
-            probe = token_logps(model, *PROBE)
-        if kind == "reference":  # comes first in a step
-            record.append({"syncs": 0, "sync_collectives": 0, "forward_collectives": communication.get_total_counts()})
-        record[-1] |= {f"{kind}_logps": digest([probe]), f"{kind}_weights": weights(model)}
-        policy_of[kind] = model
+        if model is models["reference"]:
+            passes.append(model)
+            return token_logps(model, input_ids, mask, *rest)
+        record.append({"syncs": 0, "sync_collectives": 0, "reference_passes": len(passes)})
+        passes.clear()
+        for kind, each in models.items():
+            with torch.no_grad(), CommDebugMode() as communication:
+                probe = token_logps(each, *PROBE)
+            record[-1] |= {f"{kind}_logps": digest([probe]), f"{kind}_weights": weights(each)}
+            record[-1]["forward_collectives"] = communication.get_total_counts()
         return token_logps(model, input_ids, mask, *rest)
 
     def counting_sync(reference, policy):
@@ -49,7 +56,7 @@ def watch(record: list) -> None:
             token_logps(policy, *PROBE)  # leaves the root as a forward leaves it
             token_logps(reference, *PROBE)
         with CommDebugMode() as communication:
-            sync(reference, policy)
+            SYNC(reference, policy)
         if not record:  # the reference gets its weights, once, before the first step
             early.append(communication.get_total_counts())
             assert early == [0]
@@ -59,10 +66,11 @@ def watch(record: list) -> None:
 
     seen = vars(utils) | {"token_logps": recording_token_logps}  # by the loop alone, not by what utils itself calls
     dpo_humanline.utils, dpo_humanline.sync_reference = SimpleNamespace(**seen), counting_sync
+    dpo_humanline.load_models = load_models
 
 
 if __name__ == "__main__":
-    ORIGINAL_SYNC = dpo_humanline.sync_reference
+    SYNC, LOAD_MODELS = dpo_humanline.sync_reference, dpo_humanline.load_models
     for port, arguments in zip(json.loads(os.environ["PORTS"]), json.loads(sys.argv[1])):
         os.environ["MASTER_PORT"] = str(port)
         args, steps = dpo_humanline.parse_args(arguments), []

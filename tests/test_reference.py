@@ -40,6 +40,7 @@ def test_reference_is_the_policy_of_the_expected_step(recorded, variant):
         source = record[EXPECTED[variant][1](t)]
         assert step["reference_weights"] == source["policy_weights"], t  # embedding and head included
         assert step["reference_logps"] == source["policy_logps"], t
+        assert step["reference_passes"] == (step["reference_weights"] != step["policy_weights"]), t
 
 
 def test_steps_since_sync_tells_the_age_of_the_reference(recorded):

@@ -254,7 +254,7 @@ def test_a_folder_with_mistrals_own_file_has_the_tokens_of_its_tokenizer_json(mo
     for path in [*model("tekken").iterdir(), Path(source("tekken"))]:
         (tmp_path / path.name.replace("tekken_240718", "tekken")).symlink_to(path)
     tokens = load_tokens(parse_args(["--model", str(tmp_path), "--dataset", "x"]), AutoConfig.from_pretrained(tmp_path))
-    assert tokens.eos_ids == {2} and tokens.special.fullmatch("</s>")
+    assert tokens.eos_ids == {2} and tokens.tokenizer.eos_token == "</s>"
     assert encode_prompt(tokens.tokenizer, CONVERSATION) == encode_prompt(load("tekken"), CONVERSATION)
 
 
