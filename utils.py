@@ -59,7 +59,7 @@ class Example(NamedTuple):
 class Tokens(NamedTuple):
     tokenizer: transformers.PreTrainedTokenizerBase
     eos_ids: set[int]  # every id that ends a turn
-    pad_id: int  # masked, so any will do
+    pad_id: int  # any: it is masked
     rows: int  # of the model's embedding
 
 
@@ -218,7 +218,7 @@ class HeadLogps(torch.autograd.Function):
                 ctx.kept[first] = logits
             del logits  # before the next
         ctx.save_for_backward(hidden, targets, weight, bias, total)
-        return (chosen - total).sum(-1)  # not a view, of which FSDP2 warns
+        return (chosen - total).sum(-1)  # no view: FSDP2 warns
 
     @staticmethod
     def backward(ctx, d_logps):
