@@ -59,7 +59,7 @@ class Example(NamedTuple):
 class Tokens(NamedTuple):
     tokenizer: transformers.PreTrainedTokenizerBase
     eos_ids: set[int]  # every id that ends a turn
-    pad_id: int  # any: it is masked
+    pad_id: int  # any will do
     rows: int  # of the model's embedding
 
 
@@ -421,7 +421,7 @@ def update_engine(engine, policy) -> None:
 @torch.no_grad()
 def generate(engine, prompts: list[list[int]], args, tokens: Tokens, seed: tuple):
     """Token ids up to and with the end of turn for every prompt, the same for any number of ranks, and vLLM's
-    log-probs."""
+    log-probs of the first 8."""
     rank, world, hf = dist.get_rank(), dist.get_world_size(), isinstance(engine, torch.nn.Module)
     size, ends = args.generation_batch_size if hf else 1, list(tokens.eos_ids)
     found = {first: prompts[first : first + size] for first in range(rank * size, len(prompts), world * size)}
@@ -429,13 +429,13 @@ def generate(engine, prompts: list[list[int]], args, tokens: Tokens, seed: tuple
     if not hf:
         from vllm import SamplingParams
 
-        how = {"max_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p, "logprobs": 0}
+        how = {"max_tokens": args.max_new_tokens, "temperature": args.temperature, "top_p": args.top_p}
         how |= {"ignore_eos": True, "stop_token_ids": ends, "detokenize": False}
-        params = [SamplingParams(seed=seed, **how) for seed in seeds.values()]
+        params = [SamplingParams(seed=seeds[i], logprobs=0 if i < 8 else None, **how) for i in found]
         requests = [{"prompt_token_ids": list(rows[0])} for rows in found.values()]
         for first, result in zip(found, engine.generate(requests, params, use_tqdm=rank == 0), strict=True):
             ids = list(result.outputs[0].token_ids)
-            logps = [step[token].logprob for token, step in zip(ids, result.outputs[0].logprobs)]
+            logps = [step[token].logprob for token, step in zip(ids, result.outputs[0].logprobs or [])]
             found[first] = [(ids, logps)]
     else:
         how = {"do_sample": args.temperature > 0, "max_new_tokens": args.max_new_tokens, "top_k": 0}
@@ -449,10 +449,9 @@ def generate(engine, prompts: list[list[int]], args, tokens: Tokens, seed: tuple
             with torch.random.fork_rng([engine.device] if engine.device.type == "cuda" else []):
                 torch.manual_seed(seeds[first])
                 output = engine.generate(input_ids=input_ids, attention_mask=attention_mask, **how)
-            output, found[first] = output[:, input_ids.shape[1] :].tolist(), []
-            for ids in output:
-                end = next((i for i, token in enumerate(ids) if token in tokens.eos_ids), len(ids) - 1)
-                found[first].append((ids[: end + 1], None))
+            rows = output[:, input_ids.shape[1] :].tolist()
+            cuts = [next((i for i, token in enumerate(ids, 1) if token in ends), None) for ids in rows]
+            found[first] = [(ids[:cut], None) for ids, cut in zip(rows, cuts)]
     parts = [None] * world
     dist.all_gather_object(parts, found)
     batches = sorted((first, batch) for part in parts for first, batch in part.items())
@@ -547,7 +546,7 @@ class Sampler:
         if not isinstance(self.engine, torch.nn.Module) and self.device.type == "cuda":
             self.engine.sleep(level=2)
         few = [prompt._replace(completion_ids=part) for prompt, part in zip(repeated[:8], ids)]
-        mean, largest = engine_difference(self.engine, policy, few, logps[:8], self.tokens.pad_id)
+        mean, largest = engine_difference(self.engine, policy, few, logps, self.tokens.pad_id)
         if not math.isfinite(largest):
             raise ValueError(f"the policy's log-probs are {DIVERGED}")
         if (mean if args.dtype == "bfloat16" else 100 * largest) > 0.1:

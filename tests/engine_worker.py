@@ -34,7 +34,8 @@ if __name__ == "__main__":
     def look(engine, temperature=0.7):
         args.temperature = temperature
         ids, logps = generate(engine, prompts, args, tokens, (1, 2))
-        return ids, engine_difference(engine, policy, [Example(0, "", *pair) for pair in zip(prompts, ids)], logps, 0)
+        few = [Example(0, "", *pair) for pair in zip(prompts[:8], ids)]
+        return ids, engine_difference(engine, policy, few, logps, 0)
 
     report = {}
     for engine in (vllm, hf):
