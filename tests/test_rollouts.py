@@ -20,7 +20,7 @@ def test_the_parts_of_an_online_step(script, tmp_path):
     command += [*RUNS[script], "--output-dir", tmp_path / "run"]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["hf"]
     steps, rounds = metrics(tmp_path / "run"), found["rounds"]
-    assert found["steps"] == 4 and len(rounds) == len({step["rollout/round"] for step in steps})
+    assert found["steps"] == 4 and len(rounds) == [step["rollout/age_steps"] for step in steps].count(0)
     assert rounds[0]["samples"] == {"dpo": 24 * 4, "grpo_math": 2 * 4 * 8}[script]
     told = steps[0]["rollout/length_mean"] * rounds[0]["samples"]
     assert rounds[0]["tokens"] == pytest.approx(told) and rounds[0]["seconds"] > 0
