@@ -58,12 +58,17 @@ def arms(panel: str, script: str, lrs: tuple[float, ...], flags: dict[str, str],
     return [Arm(panel, name, script, f"{common} {own}".strip(), lrs) for name, own in flags.items()]
 
 
-DPO, KTO, GRPO, MATH = (3e-4, 1e-3, 3e-3), (1e-4, 3e-4, 1e-3), (1e-4, 3e-4, 1e-3), (1e-4, 3e-4, 1e-3)
+DPO, KTO, GRPO, MATH = (3e-4, 1e-3, 3e-3), (1e-4, 3e-4, 1e-3), (1e-4, 3e-4, 1e-3), (3e-4, 1e-3)
 OFFLINE, WIDE = "--no-humanline", "--no-humanline --epsilon 0.5"  # GRPO's offline arm has the wider clip (Table 3)
 ONLINE = "--online --no-humanline"
 CURVE = "--eval-every 32 --eval-samples 128"
 CLIPS = {"clipping": "", "sampling (eq. 5)": "--clip sample", "no clipping": "--clip none"}
 REGION, EVERY_128 = "--clip none --sync after_step", "--clip none --sync after_step --k 128"
+TALES = (
+    "--model toy/tales/policy --reward-model toy/tales/reward_model --dataset toy/tales/preferences_train.jsonl.gz "
+    "--eval-dataset toy/tales/preferences_test.jsonl.gz --num-steps 320 --max-new-tokens 64 --generation-batch-size 256 "
+    "--beta 10 --adam-eps 1e-2 --k 16"
+)
 QUARTILE = "--dataset runs/quartiles/quartile{}.jsonl"
 PREPARE = (
     "python paper/quartiles.py --model toy/bouquets/policy --dataset toy/bouquets/preferences_train.jsonl.gz "
@@ -79,6 +84,8 @@ FIGURES = {
     + arms("GRPO, lr 4e-3", "grpo", (4e-3,), CLIPS)
     + arms("KTO, lr 1e-3", "kto", (1e-3,), CLIPS)
     + arms("KTO, lr 2e-3", "kto", (2e-3,), CLIPS),
+    "figure5_dpo": arms("DPO on tales, lr 1e-3", "dpo", (1e-3,), CLIPS, TALES)
+    + arms("DPO on tales, lr 2e-3", "dpo", (2e-3,), CLIPS, TALES),
     "figure6": arms("DPO", "dpo", DPO, {f"quartile {i}": QUARTILE.format(i) for i in (1, 2, 3, 4)}),
     "figure7": arms(
         "GRPO",
@@ -161,7 +168,8 @@ def run_all(lines: list[str], at: str) -> None:
 
 def judged(script: str, folder: Path, finished: float) -> float:
     """Mean score that the toy's hidden judge gives to the run's last samples."""
-    judge = {"dpo": judge_bouquet, "grpo_math": judge_shell_game}.get(script, judge_tale)
+    tales = json.loads((folder / "args.json").read_text())["eval_dataset"].count("toy/tales")
+    judge = judge_shell_game if script == "grpo_math" else judge_tale if tales else judge_bouquet
     rows = json.loads((folder / "outputs.json").read_text())
     unfinished = 0 if script == "grpo_math" else 1 - finished  # it costs 1; without </answer> nothing is right
     return fmean(judge(row["instruction"], row["output"]) for row in rows) - unfinished
