@@ -66,8 +66,8 @@ CLIPS = {"clipping": "", "sampling (eq. 5)": "--clip sample", "no clipping": "--
 REGION, EVERY_128 = "--clip none --sync after_step", "--clip none --sync after_step --k 128"
 TALES = (
     "--model toy/tales/policy --reward-model toy/tales/reward_model --dataset toy/tales/preferences_train.jsonl.gz "
-    "--eval-dataset toy/tales/preferences_test.jsonl.gz --num-steps 320 --max-new-tokens 64 --generation-batch-size 256 "
-    "--beta 10 --adam-eps 1e-2 --k 16"
+    "--eval-dataset toy/tales/preferences_test.jsonl.gz --generation-batch-size 256 --max-new-tokens 64 "
+    "--num-steps 320 --beta 10 --adam-eps 1e-2 --k 16"
 )
 QUARTILE = "--dataset runs/quartiles/quartile{}.jsonl"
 PREPARE = (
