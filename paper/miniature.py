@@ -37,7 +37,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "paper")]
+import curves  # noqa: E402
 from toy.make import judge_bouquet, judge_shell_game, judge_tale  # noqa: E402
 
 CODE = "dpo_humanline.py kto_humanline.py grpo_humanline.py grpo_math_humanline.py utils.py toy".split()
@@ -227,8 +228,9 @@ def write_csv(path: Path, rows: list[dict]) -> None:
         writer.writerows(rows)
 
 
-def plot(path: Path, rows: list[dict], table: list[dict]) -> None:
-    """Points are runs, bars 95% intervals of the mean over seeds; the p of the first metric stands beside the arm."""
+def plot(path: Path, rows: list[dict], table: list[dict], folders: dict[str, list]) -> None:
+    """Points are runs, bars 95% intervals of the mean over seeds; the p of the first metric stands beside the arm. With
+    `folders`, {arm: its runs}, there are learning curves too."""
     panels, metrics = (list(dict.fromkeys(line[key] for line in table)) for key in ("panel", "metric"))
     tall = 1 + 0.42 * max(sum(line["panel"] == panel for line in table) for panel in panels)
     figure, axes = plt.subplots(
@@ -282,7 +284,10 @@ def main(
     results = ROOT / "paper" / "results"
     write_csv(results / f"{name}.csv", rows)
     write_csv(results / f"{name}_arms.csv", table)
-    plot(results / f"{name}.png", rows, table)
+    folders = {}
+    for arm, lr, seed in reported * (name == "figure7"):
+        folders.setdefault(arm.name, []).append(folder_of(command(arm, lr, seed), at))
+    plot(results / f"{name}.png", rows, table, folders)
 
 
 if __name__ == "__main__":
