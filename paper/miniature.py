@@ -37,8 +37,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "paper")]
-import curves  # noqa: E402
+sys.path.insert(0, str(ROOT))
+from paper import curves  # noqa: E402
 from toy.make import judge_bouquet, judge_shell_game, judge_tale  # noqa: E402
 
 CODE = "dpo_humanline.py kto_humanline.py grpo_humanline.py grpo_math_humanline.py utils.py toy".split()
@@ -233,9 +233,12 @@ def plot(path: Path, rows: list[dict], table: list[dict], folders: dict[str, lis
     `folders`, {arm: its runs}, there are learning curves too."""
     panels, metrics = (list(dict.fromkeys(line[key] for line in table)) for key in ("panel", "metric"))
     tall = 1 + 0.42 * max(sum(line["panel"] == panel for line in table) for panel in panels)
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(1 + 3.4 * len(panels), tall), layout="constrained", squeeze=False
-    )
+    count = len(panels) + bool(folders)
+    size = (1 + 3.4 * count, max(tall, 3.5 * bool(folders)))
+    figure, axes = plt.subplots(1, count, figsize=size, layout="constrained", squeeze=False)
+    if folders:
+        curves.draw(axes[0, -1], folders, metrics[0])
+        axes[0, -1].legend(fontsize=6)
     for ax, panel in zip(axes[0], panels):
         names = list(dict.fromkeys(line["arm"] for line in table if line["panel"] == panel))
         labels = dict.fromkeys(names, "")
