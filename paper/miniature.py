@@ -43,7 +43,8 @@ from toy.make import judge_bouquet, judge_shell_game, judge_tale  # noqa: E402
 
 CODE = "dpo_humanline.py kto_humanline.py grpo_humanline.py grpo_math_humanline.py utils.py toy".split()
 TUNING_SEEDS, FIRST_SEED = (1,), 11  # reported are 11, 12, …
-COLLAPSED = r"error: (.*(?:no prompt's rewards differ|the update was not made|not finite).*)"  # an end that is a result
+# Ends that are results: no two of a prompt's samples differ any more, those of one prompt alone do, or training diverged.
+COLLAPSED = r"error: (.*(?:no prompt's rewards differ|the batch has one prompt|the update was not made|not finite).*)"
 
 
 class Arm(NamedTuple):
@@ -150,7 +151,8 @@ def run(line: str, at: str) -> None:
     done = subprocess.run(line, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True)
     collapse = re.search(COLLAPSED, done.stderr)
     if done.returncode and not collapse:
-        raise SystemExit(f"{done.stderr[-2000:]}\nerror: exit code {done.returncode}: {line}")
+        told = "\n".join(re.findall("error: .*", done.stderr)) or done.stderr
+        raise SystemExit(f"{told}\nerror: exit code {done.returncode}: {line}")
     end = {"seconds": round(time.monotonic() - started, 1), "failed": collapse[1] if collapse else ""}
     (folder / "end.json").write_text(json.dumps(end))
 

@@ -182,3 +182,78 @@ def test_the_quarters_of_the_data_are_ordered_by_the_log_prob_that_the_scripts_p
     whole = gzip.decompress((toy / "preferences_test.jsonl.gz").read_bytes()).decode().splitlines()
     assert sorted(map(json.loads, sum(quarters, [])), key=str) == sorted(map(json.loads, whole), key=str)
     assert max(map(len, quarters)) - min(map(len, quarters)) <= 1
+
+
+def numbers_of(name: str) -> list[float]:
+    """Every number in the csv files of a figure."""
+    found = []
+    for path in (RESULTS / f"{name}.csv", RESULTS / f"{name}_arms.csv"):
+        with path.open(newline="") as file:
+            cells = [cell for row in csv.reader(file) for cell in row]
+        found += [float(cell) for cell in cells if re.fullmatch(r"-?\d+(\.\d+)?(e[-+]?\d+)?", cell)]
+    return found
+
+
+def stray_numbers(text: str, names: list[str]) -> list[str]:
+    """The decimal numbers of a text that no csv of these figures has, to as many places. ± is half an interval."""
+    known = [value for name in names for value in numbers_of(name)]
+    for name in names:
+        with (RESULTS / f"{name}_arms.csv").open(newline="") as file:
+            for line in csv.DictReader(file):
+                known.append((float(line["high"] or "nan") - float(line["low"] or "nan")) / 2)
+    shown = re.findall(r"(?<![\w.])[−-]?\d*\.\d+(?:e-?\d+)?", re.sub(r"`[^`]*`|\([^)]*\.\w+\)", "", text))
+    stray = []
+    for word in shown:
+        number, places = float(word.replace("−", "-")), len(word.partition(".")[2].partition("e")[0])
+        scale = 10.0 ** int(word.partition("e")[2] or 0)
+        if not any(abs(value - number) <= 0.5000001 * scale * 10**-places for value in known):
+            stray.append(word)
+    return stray
+
+
+def table_rows(page: str) -> list[list[str]]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return [
+        [cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines() if line.startswith("| ")
+    ]
+
+
+def test_every_number_of_the_replication_page_is_in_a_csv_of_the_row():
+    rows = [cells for cells in table_rows("docs/replication.md") if "results/" in cells[-1]]
+    assert len(rows) >= 12
+    for claim, _, here, *_, source in rows:
+        names = re.findall(r"results/(\w+?)(?:_arms)?\.csv", source)
+        assert names and re.search(r"\d", here), claim
+        assert not stray_numbers(here, names), claim
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*_arms.csv")), ids=lambda path: path.stem)
+def test_the_committed_results_are_of_the_figures_as_they_are_defined(path):
+    name = path.stem.removesuffix("_arms")
+    rows = rows_of(name)
+    reported = [row for row in rows if row["phase"] == "reported"]
+    arms = {(arm.panel, arm.name): arm for arm in miniature.FIGURES[name]}
+    assert {(row["panel"], row["arm"]) for row in reported} == arms.keys() and len(reported) == 5 * len(arms)
+    seeds = {row["phase"]: set() for row in rows}
+    for row in rows:
+        arm = arms[row["panel"], row["arm"]]
+        assert row["command"] == miniature.command(arm, float(row["lr"]), int(row["seed"]))
+        seeds[row["phase"]].add(row["seed"])
+    assert not seeds["reported"] & seeds.get("tuning", set())
+    metric = "eval/accuracy" if name == "figure7" else "eval/reward"
+    for arm in arms.values():
+        mine = [row for row in rows if (row["panel"], row["arm"]) == (arm.panel, arm.name)]
+        tuned = {float(row["lr"]): float(row[metric] or "-inf") for row in mine if row["phase"] == "tuning"}
+        (lr,) = {float(row["lr"]) for row in mine if row["phase"] == "reported"}
+        assert lr == (max(tuned, key=lambda lr: (tuned[lr], lr)) if len(arm.lrs) > 1 else arm.lrs[0])
+        assert set(tuned) == (set(arm.lrs) if len(arm.lrs) > 1 else set())
+    typed = [
+        {key: float(value) if key in (metric, "judge") else value for key, value in row.items() if value}
+        for row in rows
+    ]
+    again = miniature.compare(typed, metric) + miniature.compare(typed, "judge")
+    with path.open(newline="") as file:
+        saved = list(csv.DictReader(file))
+    for line, other in zip(again, saved, strict=True):
+        for key in ("mean", "low", "high", "p", "p_holm"):
+            assert float(other[key] or "nan") == pytest.approx(float(line.get(key, "nan")), nan_ok=True)
