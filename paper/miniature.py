@@ -43,7 +43,7 @@ from toy.make import judge_bouquet, judge_shell_game, judge_tale  # noqa: E402
 
 CODE = "dpo_humanline.py kto_humanline.py grpo_humanline.py grpo_math_humanline.py utils.py toy".split()
 TUNING_SEEDS, FIRST_SEED = (1,), 11  # reported are 11, 12, …
-# Ends that are results: no two of a prompt's samples differ any more, those of one prompt alone do, or training diverged.
+# Ends that are results: a prompt's samples differ no more, only those of one prompt do, or training diverged.
 COLLAPSED = r"error: (.*(?:no prompt's rewards differ|the batch has one prompt|the update was not made|not finite).*)"
 
 
