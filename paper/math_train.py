@@ -32,7 +32,9 @@ def read(flag: str, names: tuple[str, ...]) -> list[dict]:
         except Exception as error:  # as many kinds as there are ways to have no data
             reason = str(error).strip().split("\n")[0]
             raise SystemExit(f"error: {flag} {name}: {type(error).__name__}: {reason}") from None
-    if not all(isinstance(row, dict) and {str} == {type(row.get(key)) for key in ("problem", "solution")} for row in rows):
+    if not all(
+        isinstance(row, dict) and {str} == {type(row.get(key)) for key in ("problem", "solution")} for row in rows
+    ):
         raise SystemExit(f"error: {flag} {' '.join(names)}: every row needs the texts problem and solution")
     return rows
 
