@@ -5,8 +5,9 @@
     python paper/math_train.py --math train.jsonl.gz test.jsonl --math500 test.jsonl
 
 The second is the data set that the authors' recipes name (kawine/open-r1-humanline), the third takes files, such as
-math_splits of openai/prm800k. MATH is under the MIT licence; its first copy on the Hub, hendrycks/competition_math, was
-taken down in January 2025 after a DMCA notice, which may happen to other copies.
+math_splits of openai/prm800k. (Tried with the real problems in files, and with folders laid out as the first; not with
+the Hub.) MATH is under the MIT licence; its first copy on the Hub, hendrycks/competition_math, was taken down in
+January 2025 after a DMCA notice, which may happen to other copies.
 """
 
 import gzip
