@@ -179,7 +179,8 @@ def judged(script: str, folder: Path, finished: float) -> float:
 
 
 def result(arm: Arm, lr: float, seed: int, at: str) -> dict:
-    """The csv's row of a finished run. clipped: share of tokens outside the bounds, mean over the steps."""
+    """The csv's row of a finished run. clipped: share of tokens outside the bounds, clipped or not, mean over the steps;
+    grad_norm_max: the largest gradient norm of a step; curve: mean of the evaluations during training."""
     line = command(arm, lr, seed)
     folder = folder_of(line, at)
     phase = "reported" if seed >= FIRST_SEED else "tuning"
@@ -191,6 +192,7 @@ def result(arm: Arm, lr: float, seed: int, at: str) -> dict:
     steps = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
     row["judge"] = judged(arm.script, folder, row.get("eval/finished", 1.0))
     row["clipped"] = fmean(step["humanline/clipped_low"] + step["humanline/clipped_high"] for step in steps)
+    row["grad_norm_max"] = max(step["grad_norm"] for step in steps)
     curve = [step["eval/accuracy"] for step in steps if "eval/accuracy" in step]
     return row | ({"curve": fmean(curve)} if curve else {})
 
@@ -285,14 +287,16 @@ def main(
     reported = [(arm, lr, seed) for arm, lr in best.items() for seed in range(FIRST_SEED, FIRST_SEED + seeds)]
     run_all([command(*one) for one in reported], at)
     rows += [result(*one, at) for one in reported]
-    table = compare(rows, metric) + compare(rows, "judge")
+    shown = [metric, "judge"]
+    metrics = [*shown, "clipped", "grad_norm_max", *["curve"] * (name == "figure7")]
+    table = [line for key in metrics for line in compare(rows, key)]
     results = ROOT / "paper" / "results"
     write_csv(results / f"{name}.csv", rows)
     write_csv(results / f"{name}_arms.csv", table)
     folders = {}
     for arm, lr, seed in reported * (name == "figure7"):
         folders.setdefault(arm.name, []).append(folder_of(command(arm, lr, seed), at))
-    plot(results / f"{name}.png", rows, table, folders)
+    plot(results / f"{name}.png", rows, [line for line in table if line["metric"] in shown], folders)
 
 
 if __name__ == "__main__":
