@@ -179,7 +179,7 @@ def judged(script: str, folder: Path, finished: float) -> float:
 
 
 def result(arm: Arm, lr: float, seed: int, at: str) -> dict:
-    """The csv's row of a finished run. clipped: share of tokens outside the bounds, clipped or not, mean over the steps;
+    """The csv's row of a finished run. clipped: share of tokens outside the bounds, clipped or not, mean over steps;
     grad_norm_max: the largest gradient norm of a step; curve: mean of the evaluations during training."""
     line = command(arm, lr, seed)
     folder = folder_of(line, at)
@@ -274,6 +274,8 @@ def main(
     name: the figure or table.
     seeds: reported runs of an arm.
     """
+    if seeds < 1:
+        raise SystemExit(f"error: --seeds is {seeds}; it must be at least 1, and 2 for intervals and tests")
     at = commit()
     tuned = [arm for arm in FIGURES[name] if len(arm.lrs) > 1]
     grid = [(arm, lr, seed) for arm in tuned for lr in arm.lrs for seed in TUNING_SEEDS]
