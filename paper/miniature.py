@@ -77,6 +77,10 @@ PREPARE = (
     "--out runs/quartiles && "
 )
 
+BOUNDS = {"[-1.5, 1.5]": ""}
+for low, high in ((-2.0, 1.5), (-1.0, 1.5), (-1.0, 2.0), (-1.0, 3.0)):
+    BOUNDS[f"[{low}, {high}]"] = f"--log-epsilon-P {low} --log-epsilon-R {high}"
+
 FIGURES = {
     "figure1": arms("DPO", "dpo", DPO, {"offline + humanline": "", "offline": OFFLINE, "online": ONLINE})
     + arms("KTO", "kto", KTO, {"offline + humanline": "", "offline": OFFLINE, "online": ONLINE})
@@ -105,15 +109,7 @@ FIGURES = {
     "figure8": arms("GRPO", "grpo", GRPO, {f"k={k}": f"--k {k}" if k != 32 else "" for k in (1, 4, 16, 32, 64)}),
     "figure10": arms("DPO", "dpo", DPO, {"offline + humanline": "", "trust region": REGION, "every 128": EVERY_128})
     + arms("GRPO", "grpo", GRPO, {"offline + humanline": "", "trust region": REGION, "every 128": EVERY_128}),
-    "table6": arms(
-        "DPO",
-        "dpo",
-        DPO,
-        {
-            f"[{low}, {high}]": f"--log-epsilon-P {low} --log-epsilon-R {high}" * ((low, high) != (-1.5, 1.5))
-            for low, high in ((-1.5, 1.5), (-2.0, 1.5), (-1.0, 1.5), (-1.0, 2.0), (-1.0, 3.0))
-        },
-    ),
+    "table6": arms("DPO on tales", "dpo", (3e-4, 1e-3), BOUNDS, TALES),
 }
 
 
