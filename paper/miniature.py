@@ -65,7 +65,7 @@ OFFLINE, WIDE = "--no-humanline", "--no-humanline --epsilon 0.5"  # GRPO's offli
 ONLINE = "--online --no-humanline"
 CURVE = "--eval-every 32 --eval-samples 128"
 CLIPS = {"clipping": "", "sampling (eq. 5)": "--clip sample", "no clipping": "--clip none"}
-REGION, EVERY_128 = "--clip none --sync after_step", "--clip none --sync after_step --k 128"
+REGION = "--clip none --sync after_step"
 TALES = (
     "--model toy/tales/policy --reward-model toy/tales/reward_model --dataset toy/tales/preferences_train.jsonl.gz "
     "--eval-dataset toy/tales/preferences_test.jsonl.gz --generation-batch-size 256 --max-new-tokens 64 "
@@ -92,7 +92,7 @@ FIGURES = {
     + arms("KTO, lr 2e-3", "kto", (2e-3,), CLIPS),
     "figure5_dpo": arms("DPO on tales, lr 1e-3", "dpo", (1e-3,), CLIPS, TALES)
     + arms("DPO on tales, lr 2e-3", "dpo", (2e-3,), CLIPS, TALES),
-    "figure6": arms("DPO", "dpo", DPO, {f"quartile {i}": QUARTILE.format(i) for i in (1, 2, 3, 4)}),
+    "figure6": arms("DPO", "dpo", (1e-3, 3e-3), {f"quartile {i}": QUARTILE.format(i) for i in (1, 2, 3, 4)}),
     "figure7": arms(
         "GRPO",
         "grpo_math",
@@ -106,9 +106,11 @@ FIGURES = {
         },
         CURVE,
     ),
-    "figure8": arms("GRPO", "grpo", GRPO, {f"k={k}": f"--k {k}" if k != 32 else "" for k in (1, 4, 16, 32, 64)}),
-    "figure10": arms("DPO", "dpo", DPO, {"offline + humanline": "", "trust region": REGION, "every 128": EVERY_128})
-    + arms("GRPO", "grpo", GRPO, {"offline + humanline": "", "trust region": REGION, "every 128": EVERY_128}),
+    "figure8": arms(
+        "GRPO", "grpo", (3e-4, 1e-3), {f"k={k}": f"--k {k}" if k != 32 else "" for k in (1, 4, 16, 32, 64)}
+    ),
+    "figure10": arms("DPO", "dpo", DPO, {"offline + humanline": "", "trust region": REGION})
+    + arms("GRPO", "grpo", GRPO, {"offline + humanline": "", "trust region": REGION}),
     "table6": arms("DPO on tales", "dpo", (3e-4, 1e-3), BOUNDS, TALES),
 }
 
