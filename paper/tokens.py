@@ -179,17 +179,14 @@ def page(script, args, state: dict, name: str, source: str, tokens, groups: list
             alone = sum(token["alone"] for token in every) / len(every)
             marks += f", {alone:.1%} it alone"
         marks += ")"
-    about = (
-        f"<code>{html.escape(Path(script.__file__).name)}</code>, seed {args.seed}, after {state['step']} optimizer "
-    )
-    about += f"steps; the reference is the policy after {state['last_sync']}"
+    about = f"<code>{Path(script.__file__).name}</code>, seed {args.seed}, after {state['step']} optimizer steps; "
+    about += f"the reference is the policy after {state['last_sync']}"
     about += f" (k = {args.k})." if args.humanline and args.sync != "none" else "."
     about += f" The first {len(groups)} of the {source}. Hover over a token for its log-probs."
     if hasattr(script, "grpo_loss"):
         share = sum(token["eps"] for token in every) / len(every)
-        marks += (
-            f'<br><span class="t eps">token</span> the clip to 1 ± {args.epsilon:g} removes its gradient ({share:.1%})'
-        )
+        marks += f'<br><span class="t eps">token</span> the clip to 1 ± {args.epsilon:g} removes its gradient '
+        marks += f"({share:.1%})"
         about += " No clip touches the KL penalty."
     sections = "\n".join(group_html(script, args, tokens, *both, scale) for both in zip(groups, found))
     return f"""<!DOCTYPE html>
@@ -232,10 +229,9 @@ def main(run: tyro.conf.Positional[Path], step: int = 0, rows: int = 12, out: Pa
     if not all(math.isfinite(token["log_ratio"]) for group in found for part in group for token in part):
         script.fail(f"{checkpoint}: log-probs are not finite")
     if rank == 0:
+        text = page(script, args, state, run.resolve().name, source, tokens, groups, found)
         with script.blame(f"--out {out}", OSError):
-            out.write_text(
-                page(script, args, state, run.resolve().name, source, tokens, groups, found), encoding="utf-8"
-            )
+            out.write_text(text, encoding="utf-8")
         print(f"wrote {out}")
     dist.destroy_process_group()
 
