@@ -245,10 +245,10 @@ def test_the_committed_results_are_of_the_figures_as_they_are_defined(path):
         assert row["command"] == miniature.command(arm, float(row["lr"]), int(row["seed"]))
         seeds[row["phase"]].add(row["seed"])
     assert not seeds["reported"] & seeds.get("tuning", set())
-    metric = "eval/accuracy" if name == "figure7" else "eval/reward"
+    metric, by = ("eval/accuracy", "curve") if name == "figure7" else ("eval/reward", "eval/reward")
     for arm in arms.values():
         mine = [row for row in rows if (row["panel"], row["arm"]) == (arm.panel, arm.name)]
-        tuned = {float(row["lr"]): float(row[metric] or "-inf") for row in mine if row["phase"] == "tuning"}
+        tuned = {float(row["lr"]): float(row[by] or "-inf") for row in mine if row["phase"] == "tuning"}
         (lr,) = {float(row["lr"]) for row in mine if row["phase"] == "reported"}
         assert lr == (max(tuned, key=lambda lr: (tuned[lr], lr)) if len(arm.lrs) > 1 else arm.lrs[0])
         assert set(tuned) == (set(arm.lrs) if len(arm.lrs) > 1 else set())
