@@ -7,8 +7,9 @@ As many runs at a time as there are cores, one thread each. Finished runs stay i
 those of another figure neither, until a script, utils.py or toy/ changes. Written are paper/results/NAME.csv (a row per
 run, with the command that repeats it), NAME_arms.csv (means, intervals, tests) and NAME.png.
 
-The learning rate of an arm is the best of its grid on TUNING_SEEDS, by the reward that its user would see after training
-(figure7: by the accuracy during training). The hidden judge, which made the toys' data and which no run sees, is reported beside it.
+The learning rate of an arm is the best of its grid on TUNING_SEEDS, by the reward that its user would see after
+training (figure7: by the accuracy during training). The hidden judge, which made the toys' data and which no run sees,
+is reported beside it.
 """
 
 import csv
