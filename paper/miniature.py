@@ -107,9 +107,7 @@ FIGURES = {
         },
         CURVE,
     ),
-    "figure8": arms(
-        "GRPO", "grpo", (3e-4, 1e-3), {f"k={k}": f"--k {k}" if k != 32 else "" for k in (1, 4, 16, 32, 64)}
-    ),
+    "figure8": arms("GRPO", "grpo", GRPO, {f"k={k}": f"--k {k}" if k != 32 else "" for k in (1, 4, 16, 32, 64)}),
     "figure10": arms("DPO", "dpo", DPO, {"offline + humanline": "", "trust region": REGION})
     + arms("GRPO", "grpo", GRPO, {"offline + humanline": "", "trust region": REGION}),
     "table6": arms("DPO on tales", "dpo", (3e-4, 1e-3), BOUNDS, TALES),
