@@ -9,7 +9,7 @@ run, with the command that repeats it), NAME_arms.csv (means, intervals, tests) 
 
 The learning rate of an arm is the best of its grid on TUNING_SEEDS, by the reward that its user would see after
 training (figure7: by the accuracy during training). The hidden judge, which made the toys' data and which no run sees,
-is reported beside it.
+is reported beside it. Seeds of tuning and of the report differ; the held-out prompts are the same.
 """
 
 import csv
@@ -29,6 +29,7 @@ from typing import Annotated, Literal, NamedTuple
 import matplotlib
 import numpy as np
 import tyro
+from filelock import FileLock
 from scipy.stats import ttest_ind
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import DescrStatsW
@@ -39,6 +40,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+import utils  # noqa: E402
 from paper import curves  # noqa: E402
 from toy.make import judge_bouquet, judge_shell_game, judge_tale  # noqa: E402
 
@@ -72,10 +74,10 @@ TALES = (
     "--eval-dataset toy/tales/preferences_test.jsonl.gz --generation-batch-size 256 --max-new-tokens 64 "
     "--num-steps 320 --beta 10 --adam-eps 1e-2 --k 16"
 )
-QUARTILE = "--dataset runs/quartiles/quartile{}.jsonl"
+QUARTILE = "--dataset runs/quartiles_toy/quartile{}.jsonl"
 PREPARE = (
     "python paper/quartiles.py --model toy/bouquets/policy --dataset toy/bouquets/preferences_train.jsonl.gz "
-    "--out runs/quartiles && "
+    "--out runs/quartiles_toy && "
 )
 
 BOUNDS = {"[-1.5, 1.5]": ""}
@@ -86,13 +88,13 @@ FIGURES = {
     "figure1": arms("DPO", "dpo", DPO, {"offline + humanline": "", "offline": OFFLINE, "online": ONLINE})
     + arms("KTO", "kto", KTO, {"offline + humanline": "", "offline": OFFLINE, "online": ONLINE})
     + arms("GRPO", "grpo", GRPO, {"offline + humanline": "", "offline": WIDE, "online": ONLINE}),
-    "figure5": arms("GRPO, lr 1e-3", "grpo", (1e-3,), CLIPS)
+    "figure5": arms("GRPO, lr 1e-3", "grpo", (1e-3,), CLIPS | {"clipping, no syncing": "--sync none"})
     + arms("GRPO, lr 2e-3", "grpo", (2e-3,), CLIPS)
     + arms("GRPO, lr 4e-3", "grpo", (4e-3,), CLIPS)
-    + arms("KTO, lr 1e-3", "kto", (1e-3,), CLIPS)
+    + arms("KTO, lr 1e-3", "kto", (1e-3,), CLIPS | {"clipping, no syncing": "--sync none"})
     + arms("KTO, lr 2e-3", "kto", (2e-3,), CLIPS),
-    "figure5_dpo": arms("DPO on tales, lr 1e-3", "dpo", (1e-3,), CLIPS, TALES)
-    + arms("DPO on tales, lr 2e-3", "dpo", (2e-3,), CLIPS, TALES),
+    "figure5_dpo": arms("DPO on tales, lr 1e-3", "dpo", (1e-3,), {"clipping": "", "no clipping": "--clip none"}, TALES)
+    + arms("DPO on tales, lr 2e-3", "dpo", (2e-3,), {"clipping": "", "no clipping": "--clip none"}, TALES),
     "figure6": arms("DPO", "dpo", (1e-3, 3e-3), {f"quartile {i}": QUARTILE.format(i) for i in (1, 2, 3, 4)}),
     "figure7": arms(
         "GRPO",
@@ -114,11 +116,12 @@ FIGURES = {
 }
 
 
-def commit() -> str:
-    """The last commit that changed what a run computes."""
-    if subprocess.run(["git", "status", "--porcelain", "--", *CODE], cwd=ROOT, capture_output=True).stdout:
-        raise SystemExit(f"error: {', '.join(CODE)}: commit the changes first; a row names the commit that repeats it")
-    found = subprocess.run(["git", "log", "-1", "--format=%h", "--", *CODE], cwd=ROOT, capture_output=True, text=True)
+def commit(name: str) -> str:
+    """The last commit that changed what the runs of a figure compute."""
+    code = CODE + ["paper/quartiles.py"] * (name == "figure6")
+    if subprocess.run(["git", "status", "--porcelain", "--", *code], cwd=ROOT, capture_output=True).stdout:
+        raise SystemExit(f"error: {', '.join(code)}: commit the changes first; a row names the commit that repeats it")
+    found = subprocess.run(["git", "log", "-1", "--format=%h", "--", *code], cwd=ROOT, capture_output=True, text=True)
     if not found.stdout:
         raise SystemExit(f"error: {ROOT} is not a git clone; a row names the commit that repeats it")
     return found.stdout.strip()
@@ -126,7 +129,7 @@ def commit() -> str:
 
 def command(arm: Arm, lr: float, seed: int) -> str:
     """What repeats a run, from the root of the repository."""
-    before = PREPARE if "runs/quartiles" in arm.flags else ""
+    before = PREPARE if "runs/quartiles_toy" in arm.flags else ""
     flags = f"--engine hf --checkpoint-every 0 --lr {lr:g} --seed {seed} {arm.flags}".strip()
     return f"{before}python {arm.script}_humanline.py {flags}"
 
@@ -139,19 +142,24 @@ def run(line: str, at: str) -> None:
     """Runs a command of `command` unless it is finished, which `end.json` in its folder says. Both ends of a run count:
     that it trained, and that it collapsed. Any other error ends the program."""
     folder = folder_of(line, at)
-    if (folder / "end.json").exists():
-        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):  # figures share runs
+        if not (folder / "end.json").exists():
+            start(line, folder)
+
+
+def start(line: str, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": path}
     started, line = time.monotonic(), f"{line.rpartition('&& ')[2]} --output-dir {folder}"
     done = subprocess.run(line, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True)
-    collapse = re.search(COLLAPSED, done.stderr)
+    collapse = re.search(COLLAPSED, done.stderr) if done.returncode else None
     if done.returncode and not collapse:
         told = "\n".join(re.findall("error: .*", done.stderr)) or done.stderr
         raise SystemExit(f"{told}\nerror: exit code {done.returncode}: {line}")
     end = {"seconds": round(time.monotonic() - started, 1), "failed": collapse[1] if collapse else ""}
-    (folder / "end.json").write_text(json.dumps(end))
+    utils.write(folder / "end.json", json.dumps(end))
 
 
 def run_all(lines: list[str], at: str) -> None:
@@ -273,7 +281,7 @@ def main(
     """
     if seeds < 1:
         raise SystemExit(f"error: --seeds is {seeds}; it must be at least 1, and 2 for intervals and tests")
-    at = commit()
+    at = commit(name)
     tuned = [arm for arm in FIGURES[name] if len(arm.lrs) > 1]
     grid = [(arm, lr, seed) for arm in tuned for lr in arm.lrs for seed in TUNING_SEEDS]
     run_all([command(*one) for one in grid], at)
@@ -287,6 +295,8 @@ def main(
     reported = [(arm, lr, seed) for arm, lr in best.items() for seed in range(FIRST_SEED, FIRST_SEED + seeds)]
     run_all([command(*one) for one in reported], at)
     rows += [result(*one, at) for one in reported]
+    if commit(name) != at:
+        raise SystemExit(f"error: the code was changed and committed during the runs; go back to {at}, or start again")
     shown = [metric, "judge"]
     metrics = [*shown, "clipped", "grad_norm_max", *["curve"] * (name == "figure7")]
     table = [line for key in metrics for line in compare(rows, key)]
@@ -294,8 +304,9 @@ def main(
     write_csv(results / f"{name}.csv", rows)
     write_csv(results / f"{name}_arms.csv", table)
     folders = {}
-    for arm, lr, seed in reported * (name == "figure7"):
-        folders.setdefault(arm.name, []).append(folder_of(command(arm, lr, seed), at))
+    for row in rows * (name == "figure7"):
+        if row["phase"] == "reported" and "curve" in row:
+            folders.setdefault(row["arm"], []).append(folder_of(row["command"], at))
     plot(results / f"{name}.png", rows, [line for line in table if line["metric"] in shown], folders)
 
 

@@ -44,7 +44,7 @@ def main(args: Args) -> None:
     if rank == 0:
         args.out.mkdir(parents=True, exist_ok=True)
         rows = dpo.load_rows("--dataset", args.dataset, args.dataset_split)
-        order, groups_each = averages.argsort().tolist(), len(groups) / 4
+        order, groups_each = averages.argsort(stable=True).tolist(), len(groups) / 4
         for i in range(4):
             mine = sorted(order[round(i * groups_each) : round((i + 1) * groups_each)])
             lines = "".join(json.dumps(rows[groups[j][0].row], ensure_ascii=False) + "\n" for j in mine)

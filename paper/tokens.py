@@ -51,6 +51,7 @@ def open_run(run: Path) -> tuple:
     """The script of a run, its flags, and a process group for its functions."""
     try:
         saved = json.loads((run / "args.json").read_text())
+        assert saved["script"].endswith("_humanline"), f"a run of {saved['script']}"
         script = importlib.import_module(saved.pop("script"))
         args = script.Args(**saved)
     except Exception as error:
