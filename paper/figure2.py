@@ -162,9 +162,16 @@ def main(out: Path, run: Path | None = None, rows: int = 512, bins: int = 16) ->
             tokens = kept(script, args, *offline, clip)
         share = len(tokens) / (len(better) + len(worse))
         curves[f"both, {name}: {share:.0%} kept"] = (cumulative(tokens, grid), {"color": GREEN, "linestyle": style})
+
+    def tell(name, y):
+        """Both distances from the perceived distribution: the widest of the shares, and the area between, in nats."""
+        apart = np.abs(y - human)
+        print(f"{name}: from the perceived {apart.max():.3f} at most, {np.trapezoid(apart, grid):.2f} nats on average")
+
+    tell("held-out data, both", cumulative(np.concatenate([better, worse]), grid))
     for name, (y, how) in curves.items():
         line(right, "tokens", name, grid, y, linewidth=1.8, **how)
-        print(f"{name}: farthest from the perceived distribution {np.abs(y - human).max():.3f}")
+        tell(name, y)
     for bound in (args.log_epsilon_P, args.log_epsilon_R):
         right.axvline(bound, color=GREY, linewidth=0.8, zorder=0)
     right.set(xlabel=f"{RATIO} of a token, nats (grey: humanline's bounds)", ylabel="share of tokens at or below")

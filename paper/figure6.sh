@@ -9,6 +9,8 @@
 # that a line does not name is a default with --model, which is the paper's setting (Tables 1 and 3). README.md says what the flags are for. None of
 # these runs has been made at this scale.
 #
+# The average is that of the chosen completion; the paper says "the output".
+#
 # 78 steps of 32 are one pass over 2,500 pairs. The paper does not say how long it trained on a quarter, or on how many pairs.
 #
 # The same --output-dir in another file of this folder is the same run: where its folder holds one, the line stops with an error and trains nothing.

@@ -12,6 +12,8 @@
 # The range of k is [12, 24] in the table and in §5.2.2, and [12, 20] in the table's caption; the authors' recipes have 12, 16, 20 and 25. figure7.sh
 # has those of the figure.
 #
+# --max-prompt-length 1024 keeps all 500 problems of MATH500; the authors' recipes have 512, at which four are dropped (docs/grpo_math.md).
+#
 # The same --output-dir in another file of this folder is the same run: where its folder holds one, the line stops with an error and trains nothing.
 # One that was interrupted goes on with its script and --resume runs/NAME in the place of all flags.
 

@@ -11,6 +11,8 @@ import sys
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from conftest import ROOT
 from scipy import stats
 from test_commands import parse
@@ -22,7 +24,8 @@ RESULTS = ROOT / "paper" / "results"
 # What a figure is about: the only flags in which the arms of a panel may differ, besides the tuned learning rate.
 ABOUT = {
     "figure1": {"humanline", "online", "epsilon", "dataset"},  # online takes prompts; Table 3 widens offline GRPO's ε
-    "figure5": {"clip"},
+    "figure5": {"clip", "sync"},
+    "figure5_dpo": {"clip"},
     "figure6": {"dataset"},
     "figure7": {"humanline", "sample_every", "k"},
     "figure8": {"k"},
@@ -38,7 +41,7 @@ def rows_of(name: str) -> list[dict]:
 
 @pytest.mark.parametrize("name", ABOUT)
 def test_the_arms_of_a_figure_differ_only_in_the_flags_that_it_is_about(name, tmp_path, monkeypatch):
-    assert set(miniature.FIGURES) >= set(ABOUT)
+    assert miniature.FIGURES.keys() == ABOUT.keys()
     panels = {}
     for arm in miniature.FIGURES[name]:
         words = shlex.split(miniature.command(arm, arm.lrs[0], 11).rpartition("&& ")[2])
@@ -167,46 +170,59 @@ def test_a_second_call_runs_nothing_and_writes_the_same_and_changed_code_is_refu
     assert "commit the changes first" in refused.stderr
 
 
-def test_the_quarters_of_the_data_are_ordered_by_the_log_prob_that_the_scripts_print(tmp_path):
+def test_the_quarters_hold_the_rows_of_their_log_probs(tmp_path):
     toy = ROOT / "toy" / "bouquets"
-    flags = ["--model", f"{toy}/policy", "--dataset", f"{toy}/preferences_test.jsonl.gz", "--out", tmp_path]
-    words = [sys.executable, ROOT / "paper/quartiles.py", *flags]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    bounds = [tuple(map(float, pair)) for pair in re.findall(r"from (\S+) to (\S+) nats", done.stdout)]
-    assert (
-        len(bounds) == 4
-        and all(low < high for low, high in bounds)
-        and all(a[1] <= b[0] for a, b in zip(bounds, bounds[1:]))
+    rows = gzip.decompress((toy / "preferences_test.jsonl.gz").read_bytes()).decode().splitlines()[:40]
+    rows.insert(3, json.dumps({"prompt": "for king", "chosen": "rose", "rejected": "rose"}))  # is dropped
+    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+    flags = ["--model", f"{toy}/policy", "--dataset", tmp_path / "pairs.jsonl", "--out", tmp_path / "out"]
+    subprocess.run([sys.executable, ROOT / "paper/quartiles.py", *flags], capture_output=True, check=True)
+    quarters = [(tmp_path / "out" / f"quartile{i}.jsonl").read_text().splitlines() for i in (1, 2, 3, 4)]
+    assert [len(lines) for lines in quarters] == [10] * 4
+    assert sorted(json.dumps(json.loads(line)) for line in sum(quarters, [])) == sorted(
+        json.dumps(json.loads(line)) for line in rows[:3] + rows[4:]
     )
-    quarters = [(tmp_path / f"quartile{i}.jsonl").read_text().splitlines() for i in (1, 2, 3, 4)]
-    whole = gzip.decompress((toy / "preferences_test.jsonl.gz").read_bytes()).decode().splitlines()
-    assert sorted(map(json.loads, sum(quarters, [])), key=str) == sorted(map(json.loads, whole), key=str)
-    assert max(map(len, quarters)) - min(map(len, quarters)) <= 1
+    tokenizer = transformers.AutoTokenizer.from_pretrained(toy / "policy")
+    model = transformers.AutoModelForCausalLM.from_pretrained(toy / "policy").double()
 
+    def average(line: str) -> float:
+        row = json.loads(line)
+        messages = [{"role": "user", "content": row["prompt"]}]
+        before = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        whole = tokenizer.apply_chat_template(
+            [*messages, {"role": "assistant", "content": row["chosen"]}], tokenize=False
+        )
+        first, ids = (tokenizer(text, add_special_tokens=False).input_ids for text in (before, whole))
+        with torch.no_grad():
+            logps = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        return logps.gather(1, torch.tensor(ids[1:])[:, None])[len(first) - 1 :].mean().item()
 
-def numbers_of(name: str) -> list[float]:
-    """Every number in the csv files of a figure."""
-    found = []
-    for path in (RESULTS / f"{name}.csv", RESULTS / f"{name}_arms.csv"):
-        with path.open(newline="") as file:
-            cells = [cell for row in csv.reader(file) for cell in row]
-        found += [float(cell) for cell in cells if re.fullmatch(r"-?\d+(\.\d+)?(e[-+]?\d+)?", cell)]
-    return found
+    averages = [[average(line) for line in lines] for lines in quarters]
+    assert all(max(low) <= min(high) for low, high in zip(averages, averages[1:]))
 
 
 def stray_numbers(text: str, names: list[str]) -> list[str]:
-    """The decimal numbers of a text that no csv of these figures has, to as many places. ± is half an interval."""
-    known = [value for name in names for value in numbers_of(name)]
+    """The numbers with a decimal point of a text that are not of these figures: `a ± b` must be the mean of an arm and
+    half of its interval, any other number the mean of an arm or a corrected p, to as many places."""
+    lines = []
     for name in names:
         with (RESULTS / f"{name}_arms.csv").open(newline="") as file:
-            for line in csv.DictReader(file):
-                known.append((float(line["high"] or "nan") - float(line["low"] or "nan")) / 2)
-    shown = re.findall(r"(?<![\w.])[−-]?\d*\.\d+(?:e-?\d+)?", re.sub(r"`[^`]*`|\([^)]*\.\w+\)", "", text))
+            lines += list(csv.DictReader(file))
+    number = r"[−-]?\d*\.\d+"
+
+    def equal(word: str, value: float) -> bool:
+        return abs(float(word.replace("−", "-")) - value) <= 0.5000001 * 10.0 ** -len(word.partition(".")[2])
+
+    def half(line: dict) -> float:
+        return (float(line["high"]) - float(line["low"])) / 2
+
+    text = re.sub(r"`[^`]*`|\([^)\s]*\.\w+\)", "", text)  # code and links
     stray = []
-    for word in shown:
-        number, places = float(word.replace("−", "-")), len(word.partition(".")[2].partition("e")[0])
-        scale = 10.0 ** int(word.partition("e")[2] or 0)
-        if not any(abs(value - number) <= 0.5000001 * scale * 10**-places for value in known):
+    for mean, width in re.findall(rf"({number}) ± ({number})", text):
+        if not any(equal(mean, float(line["mean"])) and equal(width, half(line)) for line in lines):
+            stray.append(f"{mean} ± {width}")
+    for word in re.findall(rf"(?<![\w.]){number}", re.sub(rf"{number} ± {number}", "", text)):
+        if not any(equal(word, float(line[key])) for line in lines for key in ("mean", "p_holm") if line[key]):
             stray.append(word)
     return stray
 
@@ -229,7 +245,14 @@ def test_every_number_of_our_results_is_in_a_csv_that_its_row_links(page, least,
 
 
 def test_a_number_that_is_in_no_csv_is_noticed():
-    assert stray_numbers("0.987654 ± 0.00, `0.123`", ["figure1"]) == ["0.987654"]
+    line = next(csv.DictReader((RESULTS / "figure1_arms.csv").open(newline="")))
+    mean, half = float(line["mean"]), (float(line["high"]) - float(line["low"])) / 2
+    right = f"{mean:.2f} ± {half:.2f}"
+    assert stray_numbers(f"{right}, `0.123`", ["figure1"]) == []
+    assert stray_numbers(f"{mean:.2f} ± {half + 0.3:.2f}, 0.55", ["figure1"]) == [
+        f"{mean:.2f} ± {half + 0.3:.2f}",
+        "0.55",
+    ]
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*_arms.csv")), ids=lambda path: path.stem)
