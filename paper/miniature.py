@@ -93,8 +93,8 @@ FIGURES = {
     + arms("GRPO, lr 4e-3", "grpo", (4e-3,), CLIPS)
     + arms("KTO, lr 1e-3", "kto", (1e-3,), CLIPS | {"clipping, no syncing": "--sync none"})
     + arms("KTO, lr 2e-3", "kto", (2e-3,), CLIPS),
-    "figure5_dpo": arms("DPO on tales, lr 1e-3", "dpo", (1e-3,), {"clipping": "", "no clipping": "--clip none"}, TALES)
-    + arms("DPO on tales, lr 2e-3", "dpo", (2e-3,), {"clipping": "", "no clipping": "--clip none"}, TALES),
+    "figure5_dpo": arms("DPO on tales, lr 3e-4", "dpo", (3e-4,), {"clipping": "", "no clipping": "--clip none"}, TALES)
+    + arms("DPO on tales, lr 1e-3", "dpo", (1e-3,), {"clipping": "", "no clipping": "--clip none"}, TALES),
     "figure6": arms("DPO", "dpo", (1e-3, 3e-3), {f"quartile {i}": QUARTILE.format(i) for i in (1, 2, 3, 4)}),
     "figure7": arms(
         "GRPO",
