@@ -158,10 +158,10 @@ def test_the_judge_of_a_row_is_the_hidden_one_and_a_command_repeats_its_numbers(
 
 def test_a_second_call_runs_nothing_and_writes_the_same_and_changed_code_is_refused(tiny):
     runs, csvs = tiny / "runs" / "miniature", tiny / "paper" / "results"
-    before = {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
+    before = {path: path.stat().st_mtime_ns for path in runs.rglob("*.json*")}
     text = (csvs / "tiny.csv").read_text()
     start(tiny)
-    assert {path: path.stat().st_mtime_ns for path in runs.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in runs.rglob("*.json*")} == before
     assert (csvs / "tiny.csv").read_text() == text
     with (tiny / "utils.py").open("a") as file:
         file.write("\n")
