@@ -1,96 +1,129 @@
-"""Humanline KTO: alignment from single good and bad completions, against a reference one step behind the policy.
+"""Humanline KTO: alignment from good and bad completions, against a reference one step behind the policy.
 
-"Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207), equation 7, and the two lines that make it
-humanline: `grep -n "# humanline [cs]" kto_humanline.py`. docs/kto.md says where it differs from the paper.
+"Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207), equation 7. Two lines make KTO humanline:
+`grep -n "# humanline [cs]" kto_humanline.py`; the reference point z_0 is clipped like the loss.
 
     python kto_humanline.py  # one process, the embedded toy, a minute
     torchrun --nproc-per-node 4 kto_humanline.py --model ... --dataset ...
 
-Blocks marked "shared" are the same in all four. B sequences, T tokens; log-probs are in nats.
+Differs from the paper in (docs/kto.md):
+    - There is one reference point z_0 for each optimizer step, not for each microbatch.
+    - z_0 takes completions of other prompts; the paper shifts the batch by one, to the other half of a pair.
+    - z_0 is the mean over all of these; the paper's listing leaves out those of exactly 0.
+    - The gradient norm is one norm over all shards and ranks, not one for each rank.
+    - Completion masks say which tokens count; the paper's listing counts log-ratios that are not exactly 0.
+
+B sequences, T tokens. Log-probs are in nats. A mask is 1 at completion tokens, else 0.
 """
 
-# --- shared: imports
 import gzip
 import hashlib
 import json
 import math
 import os
-import shutil
-import signal
-import sys
 import time
 from collections import defaultdict
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_type_hints
+from typing import Literal
 
 import datasets
 import numpy as np
 import pyarrow.parquet
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import torch.distributed.checkpoint.state_dict as dcp_state
 import transformers
-import tyro
-from filelock import FileLock
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from tqdm import trange
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 import utils
+from run import (
+    Above0,
+    AtLeast2,
+    Below0,
+    Count,
+    CountOr0,
+    Log,
+    NonNegative,
+    Positive,
+    PositiveShare,
+    Progress,
+    Share,
+    Signals,
+    check_flags,
+    exit_on_error,
+    export,
+    fail,
+    load_checkpoint,
+    mean_over_ranks,
+    newest_checkpoint,
+    open_folder,
+    parse_args,
+    perf_metrics,
+    report,
+    save_args,
+    save_checkpoint,
+    stop,
+)
 
-# --- end shared: imports
+
 # === Args ===
-# --- shared: ranges
-Positive = Annotated[float, "finite and above 0", lambda v: 0 < v < 1e38]
-NonNegative = Annotated[float, "finite and at least 0", lambda v: 0 <= v < 1e38]
-Share = Annotated[float, "from 0 to 1", lambda v: 0 <= v <= 1]
-PositiveShare = Annotated[float, "above 0 and at most 1", lambda v: 0 < v <= 1]
-Count = Annotated[int, "at least 1", lambda v: v >= 1]
-CountOr0 = Annotated[int, "at least 0", lambda v: v >= 0]
-AtLeast2 = Annotated[int, "at least 2", lambda v: v >= 2]
-Above0 = Annotated[float, "above 0", lambda v: v > 0]
-Below0 = Annotated[float, "below 0, such as -1.5", lambda v: v < 0]
-# --- end shared: ranges
-
-
 @dataclass
 class Args:
-    # data
-    dataset: str = ""  # examples or pairs: file or Hub name; formats in docs/kto.md
-    eval_dataset: str = ""  # held out, in the same formats, or prompts; empty: none
-    max_prompt_length: Count = 625  # tokens; rows with a longer prompt are dropped (the authors')
-    max_length: Count = 1250  # tokens; what is cut here has no end of turn (the authors')
-    min_avg_logp: float = -math.inf  # nats per token; drop examples below it at first (Figure 6)
-    # optimization
-    num_steps: Count = 312  # optimizer steps (Table 1: 20K examples, once)
-    batch_size: Count = 64  # examples per step, over all ranks; a pair is two (Table 1)
-    micro_batch_size: CountOr0 = 0  # most examples per rank and pass; 0: any
-    micro_batch_tokens: CountOr0 = 8192  # most tokens per rank and pass; 0: any
-    lr: Positive = 5e-6  # AdamW's learning rate (Table 3; online 2.5e-6)
-    weight_decay: NonNegative = 1e-2  # of AdamW (Table 1)
-    adam_eps: Positive = 1e-5  # AdamW's ε (Table 1)
-    max_grad_norm: Positive = 4.0  # global gradient norm (Table 3; online 0.1; --no-humanline 1.0, 0.5)
     # algorithm
-    beta: Positive = 0.25  # KTO's β (Table 3)
+    beta: Positive = 0.25  # KTO's β (paper: 0.25)
     lambda_D: Positive = 1.1  # weight of desirable examples (Table 3)
     lambda_U: Positive = 1.0  # weight of undesirable examples (Table 3)
-    k: Count = 1  # optimizer steps between syncs of the reference (Table 1)
-    # --- shared: flags
     # humanline
     humanline: bool = True  # --no-humanline: no clipping, no syncing
+    k: Count = 1  # optimizer steps between syncs of the reference (paper: 1)
     log_epsilon_P: Below0 = -1.5  # bounds of a token's log π_θ/π_ref, nats (Tables 1, 2)
     log_epsilon_R: Above0 = 1.5
     clip: Literal["clip", "sample", "none"] = "clip"  # sample: humanline sampling (eq. 5)
     sync: Literal["before_step", "after_step", "none"] = "before_step"  # after_step: Figure 10
-    kappa: Positive = 100.0  # κ of eq. 5; κ → ∞ is clipping (Theorem 4.3)
-    M: Positive = 10.0  # M of eq. 5
-    # experiment
+    kappa: Positive = 100.0  # of the Beta draws (k in Theorem 4.3's proof); → ∞ is clipping
+    M: Positive = 10.0  # M_P = M_R of eq. 5
+    # optimization
+    num_steps: Count = 312  # optimizer steps (paper: 312, 20K examples once)
+    batch_size: Count = 64  # examples per step, over all ranks; a pair is two (Table 1)
+    micro_batch_tokens: CountOr0 = 8192  # most tokens in a forward pass of a rank; 0: any
+    lr: Positive = 5e-6  # AdamW's learning rate (paper: 5e-6, online 2.5e-6)
+    warmup_fraction: Share = 0.1  # share of the steps (Tables 1, 2)
+    weight_decay: NonNegative = 1e-2  # of AdamW (Table 1)
+    adam_eps: Positive = 1e-5  # AdamW's ε (paper: 1e-5)
+    max_grad_norm: Positive = 4.0  # global gradient norm (paper: 4, online 0.1; --no-humanline 1, 0.5)
+    # data
+    dataset: str = ""  # examples or pairs: file or Hub name; formats in docs/kto.md
+    dataset_split: str = "train"  # Hub split, such as train[:10000]
+    eval_dataset: str = ""  # held out, in the same formats, or prompts; empty: none
+    eval_split: str = "test"  # Hub split
+    max_prompt_length: Count = 625  # tokens; rows with a longer prompt are dropped (from the authors' code)
+    max_length: Count = 1250  # tokens; what is cut here has no end of turn (from the authors' code)
+    # model
+    model: str = ""  # folder or Hub name; empty: the toy and its settings
+    chat_template: str = ""  # Jinja file
+    eos_token: str = ""  # that ends a turn; empty: the tokenizer's
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16, on the CPU float64
+    gradient_checkpointing: bool = False  # less memory, more time
+    shard_size: CountOr0 = 0  # ranks that share a copy (HSDP), such as those of a machine; 0: all
+    trust_remote_code: bool = False  # run a model's own Python code
+    # online
+    online: bool = False  # rounds of samples (Algorithm 1)
+    reward_model: str = ""  # classifier with one output
+    round_prompts: Count = 1024  # prompts per round (Table 1)
+    samples_per_prompt: AtLeast2 = 8  # best and worst make a pair (Table 1)
+    reward_threshold: NonNegative = 0.01  # τ, least difference in a pair (Table 1)
+    # sampling
+    max_new_tokens: Count = 2048  # tokens (paper: 2048)
+    temperature: NonNegative = 0.7  # of sampling (Table 1)
+    top_p: PositiveShare = 0.95  # nucleus sampling (Table 1)
+    engine: Literal["auto", "vllm", "hf"] = "auto"  # auto: vLLM where installed
+    vllm_memory: PositiveShare = 0.3  # share of a GPU's memory
+    generation_batch_size: Count = 32  # sequences, for hf
+    # run
     seed: CountOr0 = 1  # of data order and sampling
     output_dir: str = ""  # default runs/<script>__<seed>__<time>
     resume: str = ""  # folder of a run; flags beside it win
@@ -98,54 +131,38 @@ class Args:
     keep_checkpoints: CountOr0 = 2  # the newest stay; 0: all
     eval_every: CountOr0 = 0  # steps; 0: only before and after training
     eval_samples: CountOr0 = 256  # held-out prompts; 0: none
-    warmup_fraction: Share = 0.1  # share of the steps (Tables 1, 2)
-    # model, data
-    model: str = ""  # folder or Hub name; empty: the toy and its settings
-    chat_template: str = ""  # Jinja file
-    eos_token: str = ""  # that ends a turn; empty: the tokenizer's
-    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16, on the CPU float64
-    gradient_checkpointing: bool = False  # less memory, more time
-    shard_size: CountOr0 = 0  # ranks that share a copy, as a machine's (HSDP); 0: all
-    trust_remote_code: bool = False  # run a model's own Python code
-    dataset_split: str = "train"  # Hub split, such as train[:10000]
-    eval_split: str = "test"  # Hub split
-    # sampling
-    max_new_tokens: Count = 2048  # tokens (Tables 1, 2)
-    engine: Literal["auto", "vllm", "hf"] = "auto"  # auto: vLLM where installed
-    vllm_memory: PositiveShare = 0.3  # share of a GPU's memory
-    generation_batch_size: Count = 32  # sequences, for hf
-    # --- end shared: flags
-    # --- shared: rounds
-    temperature: NonNegative = 0.7  # of sampling (Table 1)
-    top_p: PositiveShare = 0.95  # nucleus sampling (Table 1)
-    online: bool = False  # rounds of samples (Algorithm 1)
-    reward_model: str = ""  # classifier with one output
-    round_prompts: Count = 1024  # prompts per round (Table 1)
-    samples_per_prompt: AtLeast2 = 8  # best and worst make a pair (Table 1)
-    reward_threshold: NonNegative = 0.01  # τ, least difference in a pair (Table 1)
-    # --- end shared: rounds
 
 
 # What the toy needs instead.
 FOLDER = Path(__file__).resolve().parent / "toy" / "tales"
-TOY = dict(model=f"{FOLDER}/policy", reward_model=f"{FOLDER}/reward_model", generation_batch_size=256)
-TOY |= dict(dataset=f"{FOLDER}/preferences_train.jsonl.gz", eval_dataset=f"{FOLDER}/preferences_test.jsonl.gz")
-TOY |= dict(num_steps=320, lr=3e-4, max_grad_norm=1.0, k=32, beta=2.5, max_new_tokens=64)
+TOY = dict(
+    model=f"{FOLDER}/policy",
+    reward_model=f"{FOLDER}/reward_model",
+    dataset=f"{FOLDER}/preferences_train.jsonl.gz",
+    eval_dataset=f"{FOLDER}/preferences_test.jsonl.gz",
+    num_steps=320,
+    lr=3e-4,
+    max_grad_norm=1.0,
+    k=32,
+    beta=2.5,
+    max_new_tokens=64,
+    generation_batch_size=256,
+)
 TOY_ONLINE = dict(dataset=f"{FOLDER}/prompts_train.jsonl.gz", lr=1e-4)
 
 
 # === Loss ===
-def kto_loss(log_ratio, mask, desirable, z_0, beta: float, lambda_D: float, lambda_U: float):
-    """Equation 7 on (humanline-clipped) token log-ratios.
+def kto_loss(log_ratio, mask, desirable, z_0: float, beta: float, lambda_D: float, lambda_U: float):
+    """Equation 7 on (humanline-clipped) token log-ratios: λ_y · (1 - σ(β·±(r - z_0))) with r = Σ_t log_ratio.
 
     Args:
         log_ratio: (B, T) log π_θ/π_ref in nats.
         mask: (B, T), 1 at completion tokens.
         desirable: (B,) bool.
-        z_0: reference point in nats, a number.
+        z_0: reference point in nats.
 
     Returns:
-        λ_y - v(x, y) of each example (B,), and the rewards β·Σ_t log_ratio (B,), detached.
+        λ_y - v(x, y) of each example (B,), and the rewards β·r (B,), detached.
     """
     r = (log_ratio * mask).sum(-1)  # (B,)
     gain = torch.where(desirable, r - z_0, z_0 - r)
@@ -153,591 +170,614 @@ def kto_loss(log_ratio, mask, desirable, z_0, beta: float, lambda_D: float, lamb
     return weight * (1 - torch.sigmoid(beta * gain)), beta * r.detach()
 
 
-@torch.no_grad()
-def reference_point(args, clip, policy, reference, mixed: list[utils.Example], pad_id: int) -> float:
-    """z_0 = max(0, mean of Σ_t log_ratio over mismatched pairs), clipped like the loss's, of the global batch."""
-    total = torch.zeros((), dtype=torch.float64, device=next(policy.parameters()).device)
-    most, world = (args.micro_batch_size, args.micro_batch_tokens), dist.get_world_size()
-    for mine in utils.make_passes([x.length for x in mixed], world, *most)[dist.get_rank() :: world]:
-        input_ids, mask = utils.pad_batch([mixed[i] for i in mine], pad_id, total.device)  # (B, T)
-        log_ratio = utils.token_logps(policy, input_ids, mask) - utils.token_logps(reference, input_ids, mask)
-        if clip == "clip":
-            log_ratio = log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)
-        total += (log_ratio * mask).sum()
-    dist.all_reduce(total)
-    return max(total.item() / len(mixed), 0.0)
+def clip_log_ratio(args, log_ratio, mask, keys: list[tuple]):
+    """What the loss sees of log π_θ/π_ref, (B, T). A row's key seeds the draws of humanline sampling."""
+    if not args.humanline or args.clip == "none":
+        return log_ratio
+    if args.clip == "clip":
+        return log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)  # humanline clipping (§5.1, Figure 4)
+    mean_P = math.exp(args.log_epsilon_P) / args.M
+    mean_R = math.exp(-args.log_epsilon_R) / args.M
+    B_P = beta_draws(mask, keys, 0, args.kappa, mean_P)
+    B_R = beta_draws(mask, keys, 1, args.kappa, mean_R)
+    return humanline_sampling(log_ratio, B_P, B_R, args.M)
 
 
-# --- shared: humanline
 def humanline_sampling(log_ratio, B_P, B_R, M: float):
     """Equation 5: a token with ratio < M·B_P or 1/ratio < M·B_R keeps its value and loses its gradient."""
-    rejected = (log_ratio.exp() < M * B_P) | ((-log_ratio).exp() < M * B_R)
-    return torch.where(rejected, log_ratio.detach(), log_ratio)
+    too_low = log_ratio.exp() < M * B_P
+    too_high = (-log_ratio).exp() < M * B_R
+    return torch.where(too_low | too_high, log_ratio.detach(), log_ratio)
 
 
-def beta_draws(mask, keys: list[tuple], kappa: float, mean: float):
-    """Draws of Beta(κ·mean, κ·(1 - mean)) as in Theorem 4.3, (B, T): row i's depend on keys[i] alone."""
-    draws = [np.random.default_rng(key).beta(kappa * mean, kappa * (1 - mean), mask.shape[1]) for key in keys]
+def beta_draws(mask, keys: list[tuple], stream: int, kappa: float, mean: float):
+    """Draws of Beta(κ·mean, κ·(1 - mean)) as in Theorem 4.3, (B, T).
+
+    Row i's depend on keys[i] and the stream alone: they are the same on any number of ranks and passes.
+    """
+    a = kappa * mean
+    b = kappa * (1 - mean)
+    draws = []
+    for key in keys:
+        generator = np.random.default_rng((*key, stream))
+        draws.append(generator.beta(a, b, mask.shape[1]))  # a longer T only appends
     return torch.as_tensor(np.stack(draws), dtype=mask.dtype, device=mask.device)
 
 
 @torch.no_grad()
-def sync_reference(reference, policy) -> None:
-    """π_ref ← π_θ, local shard to local shard, without communication."""
-    torch._foreach_copy_([p.to_local() for p in reference.parameters()], [p.to_local() for p in policy.parameters()])
+def sync_reference(reference, policy):
+    """π_ref ← π_θ. Both are sharded alike, so every rank copies its own shards, without communication."""
+    targets = [parameter.to_local() for parameter in reference.parameters()]
+    sources = [parameter.to_local() for parameter in policy.parameters()]
+    torch._foreach_copy_(targets, sources)
 
 
-# --- end shared: humanline
+@torch.no_grad()
+def reference_point(args, policy, reference, mismatched: list[utils.Example], pad_id: int) -> float:
+    """z_0 = max(0, mean of Σ_t log_ratio over mismatched pairs) of the global batch, in nats.
+
+    Its log-ratios are clipped as in the loss. (Humanline sampling only stops gradients, and here are none.)
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    total = torch.zeros((), dtype=torch.float64, device=policy.device)
+    passes = utils.make_passes([x.length for x in mismatched], world, args.micro_batch_tokens)
+    for mine in passes[rank::world]:  # none is empty: a batch is a multiple of the ranks
+        examples = [mismatched[i] for i in mine]
+        input_ids, mask = utils.pad_batch(examples, pad_id, policy.device)  # (B, T)
+        logps = utils.token_logps(policy, input_ids, mask)  # (B, T)
+        log_ratio = logps - utils.token_logps(reference, input_ids, mask)
+        if args.humanline and args.clip == "clip":
+            log_ratio.clamp_(args.log_epsilon_P, args.log_epsilon_R)
+        total += (log_ratio * mask).sum()
+    dist.all_reduce(total)
+    return max(total.item() / len(mismatched), 0.0)  # in this order nan stays nan
+
+
 # === Data ===
-# --- shared: data
-def fail(message: str):
-    """Ends the run with exit code 1. Every rank comes here; rank 0 prints."""
-    if os.environ.get("RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(30)
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    if dist.is_initialized() and dist.get_backend() == "gloo":  # or its threads abort
-        dist.destroy_process_group()
-    raise SystemExit(1)
+WANTED = "it needs a prompt with completion and label, or with chosen and rejected"
+COMPLETION_COLUMNS = {"chosen", "rejected", "completion", "completions"}  # of all scripts' formats
 
 
-@contextmanager
-def blame(place: str, kind: type = Exception):
-    """An exception inside ends the run with a line that names the place."""
-    try:
-        yield
-    except kind as error:
-        lines = (str(error).strip() or type(error).__name__).splitlines()
-        fail(f"{place}: {lines[-1 if 'Traceback' in str(error) else 0]}")
+def read_row(row: dict) -> tuple:
+    """Prompt, completions and their rewards: 1 if desirable, else 0."""
+    if "label" in row:
+        label, completion = row["label"], row.get("completion")
+        if label not in (True, False):
+            raise ValueError(f"label must be true or false, not {label!r}")
+        completions = [] if completion is None else [completion]
+        return row.get("prompt"), completions, [float(label)]
+    return read_pair(row)
 
 
-def load_rows(flag: str, name: str, split: str) -> dict[int, dict]:
-    """{row number: row} of a file or a Hub data set."""
-    with blame(f"{flag} {name}"):
+def read_pair(row: dict) -> tuple:
+    """Prompt, [chosen, rejected] without those that are missing, and the rewards 1 and 0.
+
+    The messages with which two conversations both begin are the prompt, or follow those of a `prompt` column.
+    """
+    prompt = row.get("prompt", row.get("instruction"))
+    chosen = row.get("chosen")
+    rejected = row.get("rejected")
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        shared = 0
+        longest = min(len(chosen), len(rejected)) - 1  # at least the answer is no part of the prompt
+        while shared < longest and chosen[shared] == rejected[shared]:
+            shared += 1
+        if shared > 0:
+            beginning = chosen[:shared]
+            if isinstance(prompt, list) and prompt != chosen[: len(prompt)]:
+                beginning = prompt + beginning
+            prompt, chosen, rejected = beginning, chosen[shared:], rejected[shared:]
+    completions = [completion for completion in (chosen, rejected) if completion is not None]
+    return prompt, completions, [1.0, 0.0]
+
+
+def load_data(args, tokens, counts, eval_counts):
+    """Groups to train on, held-out groups (none without --eval-dataset), and the hashes of both data sets.
+
+    counts: numbers of completions that a row may have; (0,): prompts alone are read.
+    """
+    name = args.dataset
+    groups, digest = load_groups(args, "--dataset", name, args.dataset_split, tokens, counts)
+    hashes = {f"--dataset {name}": digest}
+    held_out = []
+    if args.eval_dataset:
+        name = args.eval_dataset
+        held_out, digest = load_groups(args, "--eval-dataset", name, args.eval_split, tokens, eval_counts)
+        hashes[f"--eval-dataset {name}"] = digest
+    utils.show_tokens(tokens, groups[0][0])
+    return groups, held_out, hashes
+
+
+def load_groups(args, flag: str, name: str, split: str, tokens, counts):
+    """Reads and tokenizes a data set, and prints which rows cannot train.
+
+    A group is the examples of a row, such as (chosen, rejected), or (prompt,).
+
+    Returns:
+        The groups, and a hash of the data, for a later resume to compare.
+    """
+    rows = load_rows(flag, name, split)
+    groups = []
+    notes = defaultdict(list)  # {note: row numbers}
+    content = hashlib.sha256()
+    for number, row in rows.items():
+        with exit_on_error(f"{flag} {name}, line {number}"):
+            group, note = encode_row(args, number, row, tokens, counts)
+        ids = [(x.prompt_ids, x.completion_ids) for x in group]
+        content.update(repr((row, ids)).encode())
+        if group:
+            groups.append(group)
+        if note:
+            notes[note].append(number)
+
+    summary = f"{flag} {name}: {len(groups)} rows, {len(rows) - len(groups)} dropped"
+    for note, numbers in notes.items():
+        more = " …" if len(numbers) > 9 else ""
+        summary += f"; {len(numbers)} {note}: lines {', '.join(map(str, numbers[:9]))}{more}"
+    if not groups:
+        fail(f"{summary}; none is left")
+    for group in groups:
+        if len(group) != len(groups[0]):
+            first = groups[0][0].row
+            fail(f"{flag} {name}, line {group[0].row}: not as many completions as in line {first}")
+    if dist.get_rank() == 0:
+        print(summary)
+    return groups, content.hexdigest()
+
+
+def encode_row(args, number: int, row: dict, tokens, counts) -> tuple:
+    """A row's group, and a note or "". Raises ValueError if it does not have one of `counts` completions."""
+    if not isinstance(row, dict):
+        row = {}
+    prompt, completions, rewards = read_row(row)
+    if counts == (0,):  # prompts alone are read
+        completions = []
+        valid = True
+    elif completions:
+        valid = len(completions) == len(rewards) and len(completions) in counts
+    else:
+        valid = 0 in counts and not COMPLETION_COLUMNS & row.keys()
+    if prompt is None or not valid:
+        raise ValueError(f"{WANTED}; the columns are {', '.join(row)}")
+    return utils.encode_group(args, tokens, number, prompt, completions, rewards)
+
+
+def load_rows(flag: str, name: str, split: str):
+    """{row number: row} of a file or a Hub data set, from 1."""
+    with exit_on_error(f"{flag} {name}"):
         if name.endswith(".parquet"):
-            return dict(enumerate(pyarrow.parquet.read_table(name).to_pylist(), 1))
-        if not name.removesuffix(".gz").endswith((".json", ".jsonl")):
-            if Path(name).exists() or name.count("/") != 1:
-                raise ValueError("no .json, .jsonl (or .gz), .parquet file or Hub name")
-            return dict(enumerate(datasets.load_dataset(name, split=split), 1))
-        with (gzip.open if name.endswith(".gz") else open)(name, "rt", encoding="utf-8-sig") as file:
-            text = file.read()
-        if text.lstrip().startswith("["):
-            return dict(enumerate(json.loads(text), 1))
+            rows = pyarrow.parquet.read_table(name).to_pylist()
+        elif name.removesuffix(".gz").endswith((".json", ".jsonl")):
+            open_file = gzip.open if name.endswith(".gz") else open
+            with open_file(name, "rt", encoding="utf-8-sig") as file:
+                text = file.read()
+            if not text.lstrip().startswith("["):
+                return parse_lines(flag, name, text)
+            rows = json.loads(text)
+        elif Path(name).exists() or name.count("/") != 1:
+            raise ValueError("no .json, .jsonl (or .gz), .parquet file or Hub name")
+        else:
+            rows = datasets.load_dataset(name, split=split)
+        return dict(enumerate(rows, 1))
+
+
+def parse_lines(flag: str, name: str, text: str):
+    """{line number: row} of JSON lines; empty ones are left out."""
     rows = {}
     for number, line in enumerate(text.split("\n"), 1):
-        with blame(f"{flag} {name}, line {number} is not JSON"):
+        with exit_on_error(f"{flag} {name}, line {number} is not JSON"):
             if line.strip():
                 rows[number] = json.loads(line)
     return rows
 
 
-def load_groups(args, flag: str, name: str, split: str, tokens, sizes, hashes: dict) -> list[tuple]:
-    """A group is the examples of a row, such as (chosen, rejected), or (prompt,). `sizes`: numbers of completions to
-    accept. Rows that cannot train are told. `hashes` gets that of the data."""
-    groups, notes, rows, content = [], {}, load_rows(flag, name, split), hashlib.sha256()
-    for number, row in rows.items():
-        with blame(f"{flag} {name}, line {number}"):
-            row = row if isinstance(row, dict) else {}
-            prompt, completions, rewards = read_row(args, row)
-            completions = completions if any(sizes) else []
-            unread = any(sizes) and not completions and {"chosen", "rejected", "completion", "completions"} & row.keys()
-            if prompt is None or unread or len(completions) not in sizes or len(completions) not in (0, len(rewards)):
-                raise ValueError(f"{WANTED}; the columns are {', '.join(row)}")
-            group, note = utils.encode_group(args, tokens, number, prompt, completions, rewards)
-        content.update(repr((row, group)).encode())
-        notes.setdefault(note, []).append(number)
-        groups += [group] if group else []
-    told = f"{flag} {name}: {len(groups)} rows, {len(rows) - len(groups)} dropped"
-    for note in filter(None, notes):
-        told += f"; {len(notes[note])} {note}: lines {str(notes[note][:9])[1:-1]}{' …' * (len(notes[note]) > 9)}"
-    if not groups:
-        fail(f"{told}; none is left")
-    if flag == "--eval-dataset" and "instruction" in row and len(groups[: args.eval_samples]) < len(rows):
-        told += "; AlpacaEval's length-controlled win rate is wrong without all: --eval-samples"
-    if odd := [group[0].row for group in groups if len(group) != len(groups[0])]:
-        fail(f"{flag} {name}, line {odd[0]}: not as many completions as in line {groups[0][0].row}")
-    hashes[f"{flag} {name}"] = content.hexdigest()
-    if dist.get_rank() == 0:
-        print(told)
-    return groups
+def draw_batch(groups: list, number: int, size: int, seed: int) -> list:
+    """Batch `number` (step or round) of endless, newly shuffled epochs. What fills no batch is skipped."""
+    batches_per_epoch = len(groups) // size
+    epoch, batch = divmod(number, batches_per_epoch)
+    order = np.random.default_rng((seed, epoch)).permutation(len(groups))
+    return [groups[i] for i in order[batch * size : (batch + 1) * size]]
 
 
-def draw(rows: list, number: int, size: int, seed: int) -> list:
-    """Batch `number` of endless epochs, each shuffled anew."""
-    epoch, position = divmod(number, len(rows) // size)
-    order = np.random.default_rng((seed, epoch)).permutation(len(rows))
-    return [rows[i] for i in order[position * size : (position + 1) * size]]
+def mismatch(examples: list[utils.Example]):
+    """(x, y') for z_0: every prompt with the completion of the next example that has another prompt.
 
-
-# --- end shared: data
-# --- shared: preferences
-def split_conversations(row: dict) -> tuple:
-    """Prompt, chosen and rejected. What both conversations begin with is the prompt, or follows a `prompt` column."""
-    prompt, chosen, rejected = row.get("prompt", row.get("instruction")), row.get("chosen"), row.get("rejected")
-    if isinstance(chosen, list) and isinstance(rejected, list):
-        turns = min(len(chosen), len(rejected)) - 1
-        shared = next((i for i in range(turns) if chosen[i] != rejected[i]), turns)
-        if shared > 0:
-            before = prompt if isinstance(prompt, list) and prompt != chosen[: len(prompt)] else []
-            prompt, chosen, rejected = before + chosen[:shared], chosen[shared:], rejected[shared:]
-    return prompt, chosen, rejected
-
-
-def best_and_worst(group: list[utils.Example], threshold: float) -> tuple:
-    """Algorithm 1: the best and the worst completion; () if tokens or rewards are equal, or rewards closer than τ."""
-    best, worst = max(group, key=lambda x: x.reward), min(reversed(group), key=lambda x: x.reward)
-    if best.reward - worst.reward < threshold or best.reward == worst.reward:
-        return ()
-    return (best, worst) if best.completion_ids != worst.completion_ids else ()
-
-
-# --- end shared: preferences
-
-WANTED = "it needs a prompt with completion and label, or with chosen and rejected"
-
-
-def read_row(args: Args, row: dict) -> tuple:
-    """A row's prompt, completions, and rewards: 1 if desirable, else 0."""
-    if "label" in row:
-        if row["label"] not in (True, False):
-            raise ValueError(f"label must be true or false, not {row['label']!r}")
-        completions = [] if row.get("completion") is None else [row["completion"]]
-        return row.get("prompt"), completions, [float(row["label"])]
-    prompt, chosen, rejected = split_conversations(row)
-    return prompt, [completion for completion in (chosen, rejected) if completion is not None], [1.0, 0.0]
-
-
-def split_pair(group: list[utils.Example], threshold: float) -> tuple:
-    """Best and worst completion as a desirable and an undesirable one (C.1.2)."""
-    return tuple(x._replace(reward=label) for x, label in zip(best_and_worst(group, threshold), (1.0, 0.0)))
-
-
-def mismatched(examples: list[utils.Example]) -> list[utils.Example]:
-    """(x, y') for z_0: y' is that of the next example whose prompt differs. Empty if none does."""
-    found = []
+    Two pairs (x1: a, b), (x2: c, d) give x1: c, x1: c, x2: a, x2: a. Returns [] if there is one prompt.
+    """
+    mismatched = []
     for i, example in enumerate(examples):
-        others = (x for x in examples[i + 1 :] + examples[:i] if x.prompt_ids != example.prompt_ids)
-        if other := next(others, None):
-            found.append(example._replace(completion_ids=other.completion_ids))
-    return found
+        for other in examples[i + 1 :] + examples[:i]:
+            if other.prompt_ids != example.prompt_ids:
+                mismatched.append(example._replace(completion_ids=other.completion_ids))
+                break
+    return mismatched
 
 
-# --- shared: models
-def setup() -> tuple[int, int, torch.device]:
-    """Rank, world size, device."""
-    rank, world, local = (int(os.environ.get(key, n)) for key, n in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
+# === Models ===
+def setup(args):
+    """Starts the process group and resolves --dtype auto. Returns rank, world size and device."""
+    rank = int(os.environ.get("RANK", 0))
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    elif "OMP_NUM_THREADS" not in os.environ:  # as torchrun does
-        torch.set_num_threads(1)
-    name = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(name, store=None if "RANK" in os.environ else dist.HashStore(), rank=rank, world_size=world)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        device = torch.device("cpu")
+        backend = "gloo"
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # as torchrun does, so that numbers are the same without it
+    # Without torchrun there is no address to meet at.
+    store = None if "RANK" in os.environ else dist.HashStore()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
+    if args.dtype == "auto":
+        args.dtype = "bfloat16" if device.type == "cuda" else "float64"
+    # For the fp32 head of token_logps: TF32 has more bits than bf16, so products of bf16 factors stay exact.
+    precision = "high" if args.dtype == "bfloat16" else "highest"
+    torch.set_float32_matmul_precision(precision)
     return rank, world, device
 
 
 def load_config(args):
-    """The model's configuration, with dropout off, its dtype, its tokens."""
-    with blame(f"--model {args.model}"):
+    """The model's configuration without dropout, the dtype of its files, and its tokens."""
+    with exit_on_error(f"--model {args.model}"):
         config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
         tokens = utils.load_tokens(args, config)
-    text = config.get_text_config()
-    for key in [key for key, value in text.to_dict().items() if "drop" in key and isinstance(value, float)]:
-        setattr(text, key, 0.0)
+    text_config = config.get_text_config()
+    for key, value in text_config.to_dict().items():
+        if "drop" in key and isinstance(value, float):
+            setattr(text_config, key, 0.0)  # dropout would part the policy from the reference
     return config, config.dtype or torch.float32, tokens
 
 
 def shard_model(args, model, compute_dtype: torch.dtype, device):
-    """FSDP2: each decoder block, an untied embedding and head, then what is left, the root."""
+    """Shards the model in place with FSDP2: decoder blocks, an untied embedding and head, the rest as root.
+
+    With --shard-size (HSDP) so many ranks share a copy, and their groups have equal copies.
+    """
     world = dist.get_world_size()
-    size = args.shard_size or world
-    dims = slice(size == world, None)  # both for HSDP
-    units = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    units += ends if ends[0].weight is not ends[1].weight else []
-    mesh = init_device_mesh(device.type, (world // size, size)[dims], mesh_dim_names=("replicate", "shard")[dims])
-    mixed = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.promote_types(compute_dtype, torch.float32))
-    # The root too: left gathered by a no-grad forward, it would miss the next sync.
-    shard = {"mesh": mesh, "mp_policy": mixed, "reshard_after_forward": True}
+    shard_size = args.shard_size or world
+    if shard_size == world:
+        mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    else:
+        shape = (world // shard_size, shard_size)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    block_names = model._no_split_modules or ()
+    units = [module for module in model.modules() if type(module).__name__ in block_names]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding.weight is not head.weight:  # a tied weight belongs to both, and so to the root
+        units += [embedding, head]
+    # Gradients are summed over ranks in fp32 at least: bf16 would lose those of many ranks.
+    reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
+    precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype)
     for module in [*units, model]:
-        fully_shard(module, **shard)
-        module.set_gradient_divide_factor(1.0)  # sums: the loss is normalised globally
+        # By default the root stays gathered after a forward, for the backward pass. The reference has none:
+        # it would go on with the gathered copy, and miss the next sync.
+        fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+        # The loss is divided by the global batch already, so gradients are sums over ranks, not means.
+        module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return model
 
 
-def load_models(args, config, compute_dtype: torch.dtype, reference_dtype: torch.dtype, device) -> tuple:
-    """Policy (fp32) and reference. The ranks share the files' pages, and cast their shards."""
-    trust, config.dtype = {"trust_remote_code": args.trust_remote_code}, None  # "auto" is then the files' dtype
-    with blame(f"--model {args.model}"):
-        policy = utils.load_whole(AutoModelForCausalLM, args.model, config=config, dtype="auto", **trust)
-    with no_init_weights():  # no memory yet
-        reference = AutoModelForCausalLM.from_config(policy.config, dtype=reference_dtype, **trust)
+def load_models(args, config, reference_dtype: torch.dtype, device) -> tuple:
+    """Policy, in fp32, and reference, in `reference_dtype`; both compute in --dtype."""
+    compute_dtype = getattr(torch, args.dtype)
+    config.dtype = None  # so that "auto" is the files' dtype
+    with exit_on_error(f"--model {args.model}"):
+        policy = utils.load_pretrained(
+            AutoModelForCausalLM,
+            args.model,
+            config=config,
+            dtype="auto",
+            trust_remote_code=args.trust_remote_code,
+        )
+    with no_init_weights():  # memory that is not written to yet costs nothing
+        reference = AutoModelForCausalLM.from_config(
+            policy.config,
+            dtype=reference_dtype,
+            trust_remote_code=args.trust_remote_code,
+        )
     reference.tie_weights()
-    buffers = dict(reference.named_non_persistent_buffers())  # the policy's have the files' dtype
+    computed_buffers = dict(reference.named_non_persistent_buffers())
+
+    # The files are memory-mapped, in pages that all ranks share. Sharding moves a rank's shards to its
+    # device, and casting comes after it, so that a rank never holds the whole model in fp32.
     policy = shard_model(args, policy, compute_dtype, device).to(torch.float32)
     reference = shard_model(args, reference, compute_dtype, device).to(reference_dtype)
-    for name, buffer in (dict(policy.named_buffers()) | buffers).items():
-        policy.get_buffer(name).data = reference.get_buffer(name).data = buffer.to(device)
+    # Both get the files' buffers, but those that are computed, such as rotary frequencies, in full precision.
+    for name, buffer in dict(policy.named_buffers()).items():
+        values = computed_buffers.get(name, buffer).to(device)
+        policy.get_buffer(name).data = values
+        reference.get_buffer(name).data = values
     sync_reference(reference, policy)
-    for model in (policy, reference):
-        utils.pack(args, model)
+    utils.use_packing(args, policy)
+    utils.use_packing(args, reference)
     return policy.train(), reference.eval().requires_grad_(False)
 
 
-def training_state(policy, reference, optimizer) -> dict:
-    weights, moments = dcp_state.get_state_dict(policy, optimizer)
-    return {"policy": weights, "optimizer": moments, "reference": dcp_state.get_model_state_dict(reference)}
+def make_optimizer(args, policy, device):
+    return torch.optim.AdamW(
+        policy.parameters(),
+        lr=args.lr,
+        eps=args.adam_eps,
+        weight_decay=args.weight_decay,
+        fused=device.type == "cuda",  # the default there needs memory for one more moment
+    )
 
 
-@blame("no checkpoint was written (disk full?)", BaseException)
-def save_checkpoint(folder: Path, policy, reference, optimizer, state: dict, pool: list[tuple], keep: int) -> None:
-    """Writes all that a run needs, named once it is whole; then only the newest `keep` stay."""
-    unfinished, started = folder.with_name(f"unfinished-{folder.name}"), time.perf_counter()
-    if dist.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        shutil.rmtree(folder, ignore_errors=True)
-    dist.barrier()
-    dcp.save(training_state(policy, reference, optimizer), checkpoint_id=unfinished)
-    if dist.get_rank() == 0:
-        rows = [{"group": [example._asdict() for example in group]} for group in pool]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), unfinished / "pool.parquet")
-        sizes = {path.name: path.stat().st_size for path in unfinished.iterdir()}
-        (unfinished / "state.json").write_text(json.dumps(state | {"sizes": sizes}))
-        unfinished.rename(folder)
-        whole = find_checkpoints(folder.parent)
-        if len(whole) == 1:
-            print(f"\ncheckpoint: {sum(sizes.values()) / 2**30:.3f} GiB, {time.perf_counter() - started:.1f} s")
-        for old in whole[whole.index(folder) + keep :] if keep else ():
-            shutil.rmtree(old, ignore_errors=True)
-    dist.barrier()
+def make_scheduler(args, optimizer, step: int):
+    """Linear warmup, then constant, from optimizer step `step` on."""
+    settings = dict(lr=args.lr, initial_lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay)
+    for group in optimizer.param_groups:
+        group.update(settings)  # a checkpoint brings its own; the flags win
+    warmup = max(1, round(args.warmup_fraction * args.num_steps))
+
+    def factor(n: int) -> float:
+        return min(1.0, (n + 1) / warmup)
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=step - 1)
 
 
-def find_checkpoints(folder: Path) -> list[Path]:
-    """The newest first."""
-    found = {int(path.name[5:]): path for path in folder.glob("step-*") if path.name[5:].isdigit()}
-    return [found[step] for step in sorted(found, reverse=True)]
+# === Rounds and evaluation ===
+def best_and_worst(group: list[utils.Example], threshold: float) -> tuple:
+    """Algorithm 1: the best and the worst completion; () if tokens are equal, or rewards closer than τ."""
+    best = max(group, key=lambda x: x.reward)
+    worst = min(reversed(group), key=lambda x: x.reward)  # of equal ones the last
+    if best.reward == worst.reward or best.reward - worst.reward < threshold:
+        return ()
+    if best.completion_ids == worst.completion_ids:
+        return ()
+    return best, worst
 
 
-def open_folder(args, hashes: dict) -> tuple:
-    """The run's folder, locked, and its newest whole checkpoint and state, if any."""
-    folder = [Path(args.resume or args.output_dir or f"runs/{Path(__file__).stem}__{args.seed}__{int(time.time())}")]
-    lock = FileLock(folder[0] / ".lock", timeout=0)
-    with blame(f"--output-dir {folder[0]} (does another process use it?)"):
-        if dist.get_rank() == 0:
-            (folder[0] / "checkpoints").mkdir(parents=True, exist_ok=True)
-            lock.acquire()
-        dist.broadcast_object_list(folder)
-    folder = folder[0]
-    for checkpoint in (found := find_checkpoints(folder / "checkpoints")):
-        try:
-            state = json.loads((checkpoint / "state.json").read_text())
-            if cut := [name for name, size in state["sizes"].items() if (checkpoint / name).stat().st_size != size]:
-                raise ValueError(f"{', '.join(cut)} cut")
-        except Exception as error:
-            if dist.get_rank() == 0:
-                print(f"skipped {checkpoint} (damaged: {error})")
-            continue
-        if changed := [name for name in hashes if state["hashes"].get(name, hashes[name]) != hashes[name]]:
-            fail(f"--resume {folder}: {changed[0]}, or its tokens, changed; bring it back")
-        return folder, lock, checkpoint, state
-    if found:
-        fail(f"--resume {folder}: no checkpoint is whole; remove them")
-    return folder, lock, None, {}
+def make_group(args: Args, candidates: list[utils.Example]) -> tuple:
+    """The best and the worst of one prompt's samples, the one desirable, the other not (C.1.2); or ()."""
+    pair = best_and_worst(candidates, args.reward_threshold)
+    if not pair:
+        return ()
+    best, worst = pair
+    return best._replace(reward=1.0), worst._replace(reward=0.0)
 
 
-@blame("--resume: the checkpoint is another model's, or damaged (remove it)", BaseException)
-def load_checkpoint(folder: Path, policy, reference, optimizer) -> None:
-    """Restores it on any number of ranks."""
-    saved = training_state(policy, reference, optimizer)
-    names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    assert sum(name.startswith("policy.") for name in names) == len(saved["policy"]), "other weights"
-    dcp.load(saved, checkpoint_id=folder)
-    dcp_state.set_state_dict(policy, optimizer, model_state_dict=saved["policy"], optim_state_dict=saved["optimizer"])
-    dcp_state.set_model_state_dict(reference, saved["reference"])
+def sample_round(args, sampler, policy, groups, progress: Progress, samples_per_prompt: int):
+    """Algorithm 1: adds groups of the policy's samples for the prompts of the next round to the pool."""
+    size = min(args.round_prompts, len(groups))
+    prompts = [group[0] for group in draw_batch(groups, progress.round, size, args.seed)]
+    progress.round += 1
+    progress.last_round = progress.step
+    with exit_on_error(f"round {progress.round}", ValueError):
+        samples = sampler.sample(policy, prompts, samples_per_prompt, (args.seed, progress.round))
+    new_groups = []
+    for candidates in samples:
+        group = make_group(args, [x.to_train(args.max_length) for x in candidates])
+        if group:
+            new_groups.append(group)
+    if all(group[0].reward == group[-1].reward for group in new_groups):
+        reason = "no prompt's rewards differ; raise --temperature, lower --reward-threshold"
+        fail(f"round {progress.round}: {reason}")
+    filtered = 1 - len(new_groups) / len(prompts)
+    progress.rollout = sampler.metrics | {"rollout/round": progress.round, "rollout/filtered": filtered}
+    progress.pool += new_groups
 
 
-@blame("final/ was not written (disk full?)")
-def export(folder: Path, policy, tokens: utils.Tokens, dtype: torch.dtype) -> None:
-    """Writes a Hugging Face folder."""
-    full = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp_state.get_model_state_dict(policy.to(dtype), options=full)
-    if dist.get_rank() == 0:
-        ends = {"eos_token_id": sorted(tokens.eos_ids), "pad_token_id": tokens.tokenizer.pad_token_id}
-        policy.generation_config = GenerationConfig(bos_token_id=tokens.tokenizer.bos_token_id, **ends)
-        policy.save_pretrained(f"{folder}/", state_dict=weights)  # a folder, or an error
-        tokens.tokenizer.save_pretrained(folder)
+@exit_on_error("evaluation", ValueError)
+def evaluate(args: Args, policy, sampler, held_out: list[tuple], first: dict):
+    """{metric: (mean, standard error)}, and samples. `first` keeps the first call's log-probs and samples.
 
-
-# --- end shared: models
-@blame("evaluation", ValueError)
-def evaluate(args: Args, policy, sampler, held_out: list[tuple], initial: dict) -> tuple[dict, list]:
-    """Means with standard errors, and samples. `initial` keeps what the first call finds, for comparison; z_0 is 0."""
+    Losses and margins are against the initial policy, without clipping, for z_0 = 0.
+    """
     values = {}
     examples = [x for group in held_out for x in group if x.completion_ids]  # none if there are only prompts
     if examples:
         logps, mask = utils.completion_logps(policy, examples, sampler.tokens.pad_id)  # (B, T)
-        log_ratio = logps - initial.setdefault("logps", logps)
         desirable = torch.tensor([x.reward > 0 for x in examples])
-        loss, rewards = kto_loss(log_ratio, mask, desirable, 0.0, args.beta, args.lambda_D, args.lambda_U)
+        log_ratio = logps - first.setdefault("logps", logps)
+        lambdas = (args.lambda_D, args.lambda_U)
+        losses, rewards = kto_loss(log_ratio, mask, desirable, 0.0, args.beta, *lambdas)  # (B,) each
         gain = torch.where(desirable, rewards, -rewards)
-        values["eval/loss"] = loss
+        values["eval/loss"] = losses
         values["eval/accuracy"] = utils.win_rate(gain, 0)
         values["eval/margin"] = gain
-    statistics, samples = sampler.evaluate(policy, [group[0] for group in held_out], initial)
+    prompts = [group[0] for group in held_out]
+    statistics, samples = sampler.evaluate(policy, prompts, first)
     return utils.means(values | statistics), samples
 
 
-# --- shared: settings
-def parse_args(flags: list[str] | None = None) -> Args:
-    """Flags, over the settings of --resume's run, of the toy if no --model is named, or of the paper."""
-    named, _ = tyro.cli(Args, args=flags, add_help=False, return_unknown_args=True)
-    default, whose = Args(), "the paper's settings"
-    if named.resume:
-        whose = f"the settings of {named.resume}"
-        with blame(f"--resume {named.resume}"):
-            saved = json.loads((Path(named.resume) / "args.json").read_text())
-            if saved.pop("script", "") != Path(__file__).stem:
-                raise ValueError(f"it is not a run of {Path(__file__).name}")
-            default = Args(**saved)
-    elif not named.model:
-        whose = "the embedded toy and its settings"
-        default = Args(**TOY | (TOY_ONLINE if getattr(named, "online", False) else {}))
-    args = tyro.cli(Args, args=flags, default=default, description=__doc__)
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{whose};", *(sys.argv[1:] if flags is None else flags))
-    return args
+# === Training ===
+def clipping_metrics(args, log_ratio, mask):
+    """Of the completion tokens: the shares beyond a bound, and |log-ratio|."""
+    return {
+        "humanline/clipped_low": ((log_ratio < args.log_epsilon_P).double(), mask),
+        "humanline/clipped_high": ((log_ratio > args.log_epsilon_R).double(), mask),
+        "humanline/log_ratio_abs_mean": (log_ratio.detach().abs(), mask),
+    }
 
 
-def check_flags(args, batch_size: int) -> None:
-    """Fails with the flag's name."""
-    for name, hint in get_type_hints(type(args), include_extras=True).items():
-        text, holds = getattr(hint, "__metadata__", ("", lambda value: True))
-        if not holds(value := getattr(args, name)):
-            fail(f"--{name.replace('_', '-')} is {value}; it must be {text}")
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if world % (args.shard_size or 1) or batch_size % world:
-        fail(f"{world} ranks must be a multiple of --shard-size, and a batch of {batch_size} of them")
-    if args.clip == "sample" and (args.M < 1 or math.exp(args.log_epsilon_P - args.log_epsilon_R) == 0):
-        fail("--clip sample needs finite bounds, and --M of at least 1")
-    if getattr(args, "online", False) and not (args.reward_model and args.temperature and args.min_avg_logp < -1e9):
-        fail("--online needs --reward-model and --temperature above 0, and no --min-avg-logp")
-    folder = Path(args.output_dir)
-    if args.output_dir and (args.resume or (folder / "args.json").exists() or any(folder.glob("checkpoints/*"))):
-        fail(f"--output-dir {folder} holds a run, or --resume names one: --resume {folder}")
+def example_metrics(logps, rewards, mask, desirable, z_0: float, beta: float):
+    """{name: (values, weights)} of the examples of a pass, chosen being the desirable ones."""
+    completion_logps = (logps.detach() * mask).sum(-1)  # (B,)
+    gain = torch.where(desirable, rewards - beta * z_0, beta * z_0 - rewards)
+    chosen = desirable.to(rewards.dtype)
+    return {
+        "rewards/accuracies": (utils.win_rate(gain, 0), torch.ones_like(gain)),
+        "rewards/chosen": (rewards, chosen),
+        "rewards/rejected": (rewards, 1 - chosen),
+        "logps/chosen": (completion_logps, chosen),
+        "logps/rejected": (completion_logps, 1 - chosen),
+    }
 
 
-def catch_signals() -> dict:
-    """SIGINT and SIGTERM end the run; the first while it trains after a step and a checkpoint."""
-    run = {"training": False, "signal": 0, "since": -math.inf}
-
-    def handler(number, _):
-        if run["training"] and not run["signal"]:
-            run["signal"], run["since"] = number, time.monotonic()
-        elif time.monotonic() - run["since"] > 1:  # torchrun repeats it
-            print(f"\nstopped by signal {number}", flush=True)
-            os._exit(128 + number)
-
-    signal.signal(signal.SIGINT, handler)
-    signal.signal(signal.SIGTERM, handler)
-    return run
+def check_finite(bar: tqdm, step: int, losses, grad_norm: float, rows: list[int]):
+    """Ends the run before an update that is not finite, and names the rows that may be the cause."""
+    total = losses.sum().item()
+    if math.isfinite(total + grad_norm):
+        return
+    bad = {row for row, loss in zip(rows, losses.tolist()) if not math.isfinite(loss)}
+    suspects = sorted(bad or set(rows))
+    bar.close()  # or the message would stand behind it
+    cause = f"step {step}: loss {total}, gradient norm {grad_norm}; the update was not made"
+    fail(f"{cause}: look at rows {suspects} of --dataset, or lower --lr or --max-grad-norm")
 
 
-# --- end shared: settings
-@blame("reading or writing", OSError)
-def main(args: Args) -> None:
-    batch_size = args.batch_size
-    sizes, eval_sizes = (0,) if args.online else (1, 2), (0, 1, 2)
-    # --- shared: setup
-    check_flags(args, batch_size)
-    run = catch_signals()
-    rank, world, device = setup()
-    clip, sync = (args.clip, args.sync) if args.humanline else ("none", "none")
-    if args.dtype == "auto":
-        args.dtype = "bfloat16" if device.type == "cuda" else "float64"
-    compute_dtype, half = getattr(torch, args.dtype), args.dtype == "bfloat16"
-    reference_dtype = torch.bfloat16 if half else torch.float32
-    torch.set_float32_matmul_precision("high" if half else "highest")  # exact for bf16 factors
+@exit_on_error("reading or writing", OSError)
+def main(args: Args):
+    check_flags(args, args.batch_size)
+    signals = Signals()
+    rank, world, device = setup(args)
+    reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32  # of storage
+
+    # data
     config, final_dtype, tokens = load_config(args)
-    held_out, hashes = [], {}
-    groups = load_groups(args, "--dataset", args.dataset, args.dataset_split, tokens, sizes, hashes)
-    if args.eval_dataset:
-        held_out = load_groups(args, "--eval-dataset", args.eval_dataset, args.eval_split, tokens, eval_sizes, hashes)
-    utils.show_tokens(tokens, groups[0][0])
-    # --- end shared: setup
-    per_group = 2 if args.online else len(groups[0])  # a pair is two examples that stay in one step
-    groups_per_step = batch_size // per_group
-    if batch_size % per_group:
-        fail(f"--batch-size {batch_size} is odd, and the pairs stay together")
-    if rank == 0 and not args.online and len({x.reward for group in groups for x in group}) < 2:
-        print("warning: all examples have one label; the paper's have both")
-    # --- shared: build
+    counts = (0,) if args.online else (1, 2)  # completions of a row
+    groups, held_out, hashes = load_data(args, tokens, counts, (0, 1, 2))
+    group_size = 2 if args.online else len(groups[0])  # a pair is two examples that stay in one step
+    groups_per_step = args.batch_size // group_size
+    if args.batch_size % group_size:
+        fail(f"--batch-size {args.batch_size} is odd, and the pairs stay together")
     if len(groups) < groups_per_step:
         fail(f"--dataset {args.dataset}: {len(groups)} rows are left, and a batch takes {groups_per_step}")
-    output_dir, lock, checkpoint, state = open_folder(args, hashes)
-    with blame("sampling"):
+
+    # models
+    output_dir, lock = open_folder(args, __file__, device)  # lock: held as long as this name
+    checkpoint = newest_checkpoint(output_dir, hashes)
+    with exit_on_error("sampling"):
         sampler = utils.Sampler(args, config, tokens, reference_dtype, device)
-    policy, reference = load_models(args, config, compute_dtype, reference_dtype, device)
+    policy, reference = load_models(args, config, reference_dtype, device)
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
-    # --- end shared: build
-    token_logps, evaluation = utils.token_logps, partial(evaluate, args, policy, sampler, held_out, {})
-    samples_per_prompt = args.samples_per_prompt
-    to_group = partial(split_pair, threshold=args.reward_threshold)
-
     if not args.online:
-        with blame("--min-avg-logp", ValueError):
-            groups = utils.data_quality(args, reference, groups, groups_per_step)
-    # --- shared: prepare
-    settings = {"lr": args.lr, "eps": args.adam_eps, "weight_decay": args.weight_decay}
-    optimizer = torch.optim.AdamW(policy.parameters(), **settings, fused=device.type == "cuda")
+        utils.print_data_quality(reference, groups)
     if rank == 0:
-        record = asdict(args) | {"script": Path(__file__).stem, "resume": "", "output_dir": ""}
-        utils.write(output_dir / "args.json", json.dumps(record, indent=2))
-    before, samples_before = evaluation()  # of θ_0, also on resume
-    start, last_sync, last_round, round_number, pool, rollout = 0, 0, 0, 0, [], {}  # pool: groups to train on
+        save_args(args, output_dir, __file__)
+    # Before a checkpoint is loaded: the report compares with the initial policy, also on resume.
+    first_evaluation = {}  # its log-probs and samples
+    before, samples_before = evaluate(args, policy, sampler, held_out, first_evaluation)
+
+    # optimizer
+    optimizer = make_optimizer(args, policy, device)
+    progress = Progress()
     if checkpoint:
-        load_checkpoint(checkpoint, policy, reference, optimizer)
-        start, last_sync, last_round, round_number, rollout, *_ = state.values()  # as saved
-        rows = pyarrow.parquet.read_table(checkpoint / "pool.parquet").to_pylist()
-        pool = [tuple(utils.Example(**example) for example in row["group"]) for row in rows]
-    for group in optimizer.param_groups:
-        group.update(settings, initial_lr=args.lr)  # the flags win
-    warmup = max(1, round(args.warmup_fraction * args.num_steps))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup), start - 1)
-    log = utils.Log(output_dir, start) if rank == 0 else None
-    bar = trange(start, args.num_steps, initial=start, total=args.num_steps, disable=rank != 0)
+        progress = load_checkpoint(checkpoint, policy, reference, optimizer)
+    scheduler = make_scheduler(args, optimizer, progress.step)
+    log = Log(output_dir, progress.step) if rank == 0 else None
+    sync = args.sync if args.humanline else "none"
+    lambdas = (args.lambda_D, args.lambda_U)
+
+    steps = range(progress.step, args.num_steps)
+    bar = tqdm(steps, initial=progress.step, total=args.num_steps, disable=rank != 0)
     for step in bar:
         started = time.perf_counter()
-        # --- end shared: prepare
-        # --- shared: round
-        while args.online and len(pool) < groups_per_step:
-            drawn = draw(groups, round_number, min(args.round_prompts, len(groups)), args.seed)
-            prompts = [group[0] for group in drawn]
-            round_number, last_round, run["training"] = round_number + 1, step, False
-            with blame(f"round {round_number}", ValueError):
-                samples = sampler.sample(policy, prompts, samples_per_prompt, (args.seed, round_number))
-            made = []
-            for candidates in samples:
-                if group := to_group([x.to_train(args.max_length) for x in candidates]):
-                    made.append(group)
-            if not any(group[0].reward > group[-1].reward for group in made):
-                fail(f"round {round_number}: no prompt's rewards differ; raise --temperature, lower --reward-threshold")
-            rollout = sampler.metrics | {"rollout/round": round_number, "rollout/filtered": 1 - len(made) / len(drawn)}
-            pool += made
-            sync_reference(reference, policy)  # Algorithm 1: the policy at the start of the round
-            last_sync = step
-        batch = pool[:groups_per_step] if args.online else draw(groups, step, groups_per_step, args.seed)
-        pool = pool[groups_per_step:]
-        # --- end shared: round
+
+        # the batch: groups of the data set, or of the round's samples
+        if args.online:
+            while len(progress.pool) < groups_per_step:
+                signals.training = False  # a signal does not wait for sampling, which may take long
+                sample_round(args, sampler, policy, groups, progress, args.samples_per_prompt)
+                sync_reference(reference, policy)  # Algorithm 1: the policy at the start of the round
+                progress.last_sync = step
+            batch = progress.pool[:groups_per_step]
+            progress.pool = progress.pool[groups_per_step:]
+        else:
+            batch = draw_batch(groups, step, groups_per_step, args.seed)
         examples = [x for group in batch for x in group]
-        if not (mixed := mismatched(examples)):
+        # Nothing was updated since the last sync, so both models have the same log-probs.
+        in_sync = progress.last_sync == step
+        mismatched = mismatch(examples)
+        if not mismatched:
             fail(f"step {step}: the batch has one prompt, and z_0 needs two; raise --batch-size")
-        batch_rows, lengths = [x.row for x in examples], [x.length for x in examples]
-        z_0 = reference_point(args, clip, policy, reference, mixed, tokens.pad_id) if last_sync < step else 0.0
-        # --- shared: microbatches
-        run["training"] = True
-        completion_tokens = sum(len(x.completion_ids) for x in examples)
-        losses, sums = torch.zeros(batch_size, dtype=torch.float64, device=device), defaultdict(float)
-        passes = utils.make_passes(lengths, world, args.micro_batch_size, args.micro_batch_tokens)[rank::world]
-        for number, mine in enumerate(passes, 1):  # mine: positions in the batch
-            # On CUDA every time: whole gradients might not fit.
+        z_0 = 0.0 if in_sync else reference_point(args, policy, reference, mismatched, tokens.pad_id)
+        signals.training = True  # from here a signal waits for the end of the step
+
+        # the gradient of the mean loss over the examples of all ranks and passes
+        lengths = [x.length for x in examples]
+        passes = utils.make_passes(lengths, world, args.micro_batch_tokens)[rank::world]
+        losses = torch.zeros(args.batch_size, dtype=torch.float64, device=device)  # 0: of other ranks
+        sums = defaultdict(float)
+        for number, mine in enumerate(passes, 1):  # mine: positions among the examples
+            # FSDP2 sums gradients over the ranks: on the CPU in the last pass, since once is enough; on CUDA
+            # in every pass, since until then a rank holds the gradients of the whole model.
             policy.set_requires_gradient_sync(device.type == "cuda" or number == len(passes))
-            # --- end shared: microbatches
             part = [examples[i] for i in mine]
-            keys = [(args.seed, step, i) for i in mine]
-            # --- shared: forward
             input_ids, mask = utils.pad_batch(part, tokens.pad_id, device)  # (B, T)
-            with torch.no_grad():
-                ref_logps = token_logps(reference, input_ids, mask) if last_sync < step else None  # (B, T)
-            logps = token_logps(policy, input_ids, mask)  # (B, T)
-            log_ratio = clipped = logps - (logps.detach() if ref_logps is None else ref_logps)
-            if clip == "clip":
-                clipped = log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)  # humanline clipping (§5.1, Figure 4)
-            elif clip == "sample":
-                B_P = beta_draws(mask, [(*key, 0) for key in keys], args.kappa, math.exp(args.log_epsilon_P) / args.M)
-                B_R = beta_draws(mask, [(*key, 1) for key in keys], args.kappa, math.exp(-args.log_epsilon_R) / args.M)
-                clipped = humanline_sampling(log_ratio, B_P, B_R, args.M)
-            # --- end shared: forward
             desirable = torch.tensor([x.reward > 0 for x in part], device=device)  # (B,)
-            loss, rewards = kto_loss(clipped, mask, desirable, z_0, args.beta, args.lambda_D, args.lambda_U)  # (B,)
-            (loss.sum() / batch_size).backward()
-            # One bad row makes z_0, and every loss, not finite; its reward tells which.
-            losses[mine] = (loss.detach() if math.isfinite(z_0) else rewards).double() / batch_size
-            logps_summed = (logps.detach() * mask).sum(-1)
-            gain = torch.where(desirable, rewards - args.beta * z_0, args.beta * z_0 - rewards)
-            sums["rewards/accuracies"] += utils.win_rate(gain, 0).sum()
-            for side, chosen in (("chosen", desirable), ("rejected", ~desirable)):
-                sums[f"rewards/{side}"] += (rewards * chosen).sum()
-                sums[f"logps/{side}"] += (logps_summed * chosen).sum()
-            # --- shared: step
-            sums["humanline/clipped_low"] += ((log_ratio < args.log_epsilon_P) * mask).sum()
-            sums["humanline/clipped_high"] += ((log_ratio > args.log_epsilon_R) * mask).sum()
-            sums["humanline/log_ratio_abs_mean"] += (log_ratio.detach().abs() * mask).sum()
+
+            if not in_sync:  # before the policy's pass, which keeps its activations
+                with torch.no_grad():
+                    ref_logps = utils.token_logps(reference, input_ids, mask)  # (B, T)
+            logps = utils.token_logps(policy, input_ids, mask)  # (B, T)
+            if in_sync:
+                ref_logps = logps.detach()
+            log_ratio = logps - ref_logps  # (B, T)
+            clipped = clip_log_ratio(args, log_ratio, mask, [(args.seed, step, i) for i in mine])
+            example_losses, rewards = kto_loss(
+                clipped, mask, desirable, z_0, args.beta, *lambdas
+            )  # (B,) each
+            (example_losses.sum() / args.batch_size).backward()
+
+            # One bad row makes z_0, and so all losses, not finite: then the rewards tell which row it is.
+            to_check = example_losses.detach() if math.isfinite(z_0) else rewards
+            losses[mine] = to_check.double() / args.batch_size
+            pass_metrics = example_metrics(logps, rewards, mask, desirable, z_0, args.beta)
+            pass_metrics |= clipping_metrics(args, log_ratio, mask)
+            for key, (values, weights) in pass_metrics.items():
+                total = (values * weights).sum()
+                sums[key] += torch.stack([total, weights.sum()]).double()
         dist.all_reduce(losses)
-        totals = torch.stack([value.double() for value in sums.values()])
-        dist.all_reduce(totals)
-        sums = dict(zip(sums, totals.tolist()))
-        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
-        loss = losses.sum().item()
-        if not math.isfinite(loss + grad_norm):
-            bad = {row for row, value in zip(batch_rows, losses.tolist()) if not math.isfinite(value)} or batch_rows
-            bar.close()
-            told = f"step {step}: loss {loss}, gradient norm {grad_norm}; the update was not made"
-            fail(f"{told}: look at rows {sorted(set(bad))} of --dataset, or lower --lr or --max-grad-norm")
-        metrics = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": scheduler.get_last_lr()[0]}
-        metrics["humanline/steps_since_sync"] = step - last_sync
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+        grad_norm = norm.full_tensor().item()  # before clipping, of all shards
+        check_finite(bar, step, losses, grad_norm, [x.row for x in examples])
+
+        # the update: a reference that is synced right before it is one step behind afterwards
+        metrics = {"step": step, "loss": losses.sum().item(), "grad_norm": grad_norm}
+        metrics["lr"] = scheduler.get_last_lr()[0]
+        metrics["humanline/steps_since_sync"] = step - progress.last_sync
         if sync == "before_step" and step % args.k == 0:
             sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3): before the update
-            last_sync = step
+            progress.last_sync = step
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
         if sync == "after_step" and (step + 1) % args.k == 0:
             sync_reference(reference, policy)  # trust-region syncing (Figure 10): after the update
-            last_sync = step + 1
-        maxima = torch.tensor([utils.peak_memory(device), run["signal"]], dtype=torch.float64, device=device)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        metrics["perf/peak_memory"], stopped_by = maxima.tolist()
-        seconds, tokens_read = time.perf_counter() - started, sum(x.length for x in examples)
-        metrics |= {key: total / completion_tokens for key, total in sums.items() if key.startswith("humanline/")}
-        metrics |= {"perf/step_time": seconds, "perf/tokens_per_second": tokens_read / seconds}
-        # --- end shared: step
-        metrics["kto/z_0"] = z_0
-        metrics["rewards/accuracies"] = sums["rewards/accuracies"] / batch_size
-        for side, reward in (("chosen", 1.0), ("rejected", 0.0)):
-            if count := sum(x.reward == reward for x in examples):
-                metrics |= {f"{name}/{side}": sums[f"{name}/{side}"] / count for name in ("rewards", "logps")}
-        if {"rewards/chosen", "rewards/rejected"} <= metrics.keys():
+            progress.last_sync = step + 1
+        progress.step = step + 1
+
+        # metrics
+        metrics |= mean_over_ranks(sums)
+        if "rewards/chosen" in metrics and "rewards/rejected" in metrics:
             metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
-        bar.set_postfix(loss=f"{loss:.3f}", accuracy=f"{metrics['rewards/accuracies']:.2f}", refresh=False)
-        # --- shared: log
-        metrics |= rollout | ({"rollout/age_steps": step - last_round} if rollout else {})
-        if args.eval_every and (step + 1) % args.eval_every == 0:
-            metrics |= {key: mean for key, (mean, _) in evaluation()[0].items()}
+        metrics["kto/z_0"] = z_0
+        metrics |= perf_metrics(started, sum(lengths), device)
+        if progress.rollout:
+            metrics |= progress.rollout | {"rollout/age_steps": step - progress.last_round}
+        if args.eval_every and progress.step % args.eval_every == 0:
+            now, _ = evaluate(args, policy, sampler, held_out, first_evaluation)
+            metrics |= {name: mean for name, (mean, _) in now.items()}
+        bar.set_postfix(loss=metrics["loss"], accuracy=metrics["rewards/accuracies"], refresh=False)
         if log:
             log.write(metrics)
-        if stopped_by or args.checkpoint_every and (step + 1) % args.checkpoint_every == 0:
-            state = dict(step=step + 1, last_sync=last_sync, last_round=last_round, round=round_number, rollout=rollout)
-            folder, state = output_dir / "checkpoints" / f"step-{step + 1}", state | {"hashes": hashes}
-            save_checkpoint(folder, policy, reference, optimizer, state, pool, args.keep_checkpoints)
+
+        # checkpoint
+        stopped_by = signals.of_any_rank(device)
+        is_due = args.checkpoint_every and progress.step % args.checkpoint_every == 0
+        if is_due or stopped_by:
+            folder = output_dir / "checkpoints" / f"step-{progress.step}"
+            save_checkpoint(folder, policy, reference, optimizer, progress, hashes, args.keep_checkpoints)
         if stopped_by:
-            if log:
-                print(f"\nstopped after {step + 1} steps; to go on: --resume {output_dir}", flush=True)
-            os._exit(128 + int(stopped_by))
-    run["training"] = False
-    after, samples_after = evaluation()
+            stop(stopped_by, progress.step, output_dir)
+    signals.training = False
+
+    after, samples_after = evaluate(args, policy, sampler, held_out, first_evaluation)
     export(output_dir / "final", policy, tokens, final_dtype)
     if log:
-        utils.report(output_dir, before, after, samples_before, samples_after)
+        report(output_dir, before, after, samples_before, samples_after)
         log.writer.close()
-    # --- end shared: log
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    main(parse_args(Args, __file__, __doc__, TOY, TOY_ONLINE))

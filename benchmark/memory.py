@@ -1,19 +1,20 @@
 # ruff: noqa: E402 (imports take their share of the half minute)
 """Will it fit? The peak memory of one GPU, estimated from shapes: without a GPU, without weights or data.
 
-    python benchmark/memory.py --model llama-3-8b --ranks 4 --micro-batch-size 2 --gradient-checkpointing
-    python benchmark/memory.py --script grpo_math --model qwen2.5-1.5b --ranks 4 --micro-batch-size 8 --json
+    python benchmark/memory.py --model llama-3-8b --ranks 4 --micro-batch-tokens 5000 --gradient-checkpointing
+    python benchmark/memory.py --script grpo_math --model qwen2.5-1.5b --micro-batch-tokens 20480 --json
 
 --model and --reward-model: a folder, of which config.json is read, or llama-3-8b, qwen2.5-1.5b, gemma-2-27b,
-llama-26m or toy.
-Nothing is downloaded. All flags but those of `Own` are the script's, and default to the paper's settings.
-One step of the script runs on fake tensors as one of --ranks ranks, and torch's FSDPMemTracker adds up what is alive:
-the script's own sharding, log-probs and loss, sequences of --max-length tokens, and gradients from the pass before
-where a step takes several. "auto" is bfloat16 for --dtype and vLLM for --engine, as on CUDA.
+llama-26m or toy. Nothing is downloaded. All flags but those of `Own` are the script's, and default to the
+paper's settings. One step of the script runs on fake tensors as one of --ranks ranks, and torch's
+FSDPMemTracker adds up what is alive: the script's own sharding, log-probs and loss, sequences of --max-length
+tokens, and gradients from the pass before where a step takes several. "auto" is bfloat16 for --dtype and vLLM
+for --engine, as on CUDA.
 
-Not modelled: the CUDA context and libraries; NCCL's buffers; fragmentation; workspaces of kernels; a forward pass that
-gathers the next unit early; what vLLM keeps asleep; activations of the reward model, of evaluation, of KTO's z_0 and of
-transformers' sampling, of which weights and cache are counted; loading, checkpoints and export.
+Not modelled: the CUDA context and libraries; NCCL's buffers; fragmentation; workspaces of kernels; a forward
+pass that gathers the next unit early; what vLLM keeps asleep; activations of the reward model, of evaluation,
+of KTO's z_0 and of transformers' sampling, of which weights and cache are counted; loading, checkpoints and
+export.
 """
 
 import time
@@ -21,7 +22,6 @@ import time
 STARTED = time.perf_counter()
 
 import contextlib
-import importlib
 import json
 import math
 import os
@@ -35,6 +35,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import tyro
+from scripts import load_script, parse_args
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -43,11 +44,24 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, masking_utils
 from transformers.initialization import no_init_weights
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import utils
+from run import check_flags, fail
 
-CPU, GIB, aten = torch.device("cpu"), 2**30, torch.ops.aten
-SHAPE = ["model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
-SHAPE += ["num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings"]
+CPU = torch.device("cpu")
+GIB = 2**30
+aten = torch.ops.aten
+SHAPE = [
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+]
 PRESETS = {
     "llama-3-8b": ("llama", 128256, 4096, 14336, 32, 32, 8, 128, 8192, False),
     "qwen2.5-1.5b": ("qwen2", 151936, 1536, 8960, 28, 12, 2, 128, 32768, True),
@@ -66,7 +80,7 @@ class Own:
 
 
 class Stand(TorchDispatchMode):
-    """Stands in for values that fake tensors lack: a mask selects `count` rows, a number is 1, a truth False."""
+    """Values that fake tensors lack: a mask selects `count` rows, a number is 1, a truth is False."""
 
     def __init__(self, count: int):
         super().__init__()
@@ -74,91 +88,158 @@ class Stand(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is aten.index.Tensor and args[1][0].dtype == torch.bool:
-            return args[0].new_empty((self.count, *args[0].shape[args[1][0].ndim :]))
+            tensor, (mask, *_) = args[:2]
+            return tensor.new_empty((self.count, *tensor.shape[mask.ndim :]))
         if func is aten.masked_scatter_backward.default:
             return args[0].new_empty(args[2])
         if func is aten._local_scalar_dense.default:
             return int(args[0].dtype != torch.bool)
         if func is aten.logsumexp.default:  # holds a copy of its input, unseen in a single operator
-            return (args[0] - args[0].amax(args[1], keepdim=True)).exp_().sum(*args[1:])
+            tensor, dim = args[:2]
+            shifted = tensor - tensor.amax(dim, keepdim=True)
+            return shifted.exp_().sum(*args[1:])
         return func(*args, **(kwargs or {}))
 
 
 def parse(flags: list[str]):
     """Our flags; the script's, checked as in a run of that many ranks; the script."""
     own, rest = tyro.cli(Own, args=flags, add_help=False, return_unknown_args=True)
-    if {"-h", "--help"} & set(rest):
+    wants_help = {"-h", "--help"} & set(rest)
+    if wants_help:
         with contextlib.suppress(SystemExit):
             tyro.cli(Own, args=["--help"], description=__doc__)
-    script = importlib.import_module(f"{own.script}_humanline")
-    with contextlib.redirect_stdout(sys.stdout if {"-h", "--help"} & set(rest) else sys.stderr):
-        args = script.parse_args(rest)
+    script = load_script(own.script)
+    output = sys.stdout if wants_help else sys.stderr
+    with contextlib.redirect_stdout(output):
+        args = parse_args(script, rest)
     if own.ranks < 1 or not 0 < own.completion_share < 1:
-        script.fail("--ranks must be at least 1, and --completion-share between 0 and 1")
-    own.batch_size = args.prompts_per_step * args.group_size if own.script == "grpo_math" else args.batch_size
-    args.dataset, args.output_dir = "any", ""  # not read
+        fail("--ranks must be at least 1, and --completion-share between 0 and 1")
+    if own.script == "grpo_math":
+        own.batch_size = args.prompts_per_step * args.group_size
+    else:
+        own.batch_size = args.batch_size
+    args.dataset = "any"  # not read
+    args.output_dir = ""
     with patch.dict(os.environ, WORLD_SIZE=str(own.ranks)):
-        script.check_flags(args, own.batch_size)
+        check_flags(args, own.batch_size)
     return own, args, script
 
 
 def read_config(script, flag: str, name: str, trust_remote_code: bool):
-    """The configuration of a folder or a preset, with dropout off and Gemma 2's attention as in the scripts."""
-    name = script.TOY[flag[2:].replace("-", "_")] if name == "toy" else name
+    """The configuration of a folder or a preset, without dropout and with Gemma 2's attention in eager."""
+    if name == "toy":
+        key = flag.removeprefix("--").replace("-", "_")
+        name = script.TOY[key]
     if name in PRESETS:
         config = AutoConfig.for_model(**dict(zip(SHAPE, PRESETS[name])))
     elif (Path(name) / "config.json").exists():
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     else:
-        script.fail(f"{flag} {name} is neither a folder with a config.json nor one of {', '.join(PRESETS)}, toy")
+        known = ", ".join(PRESETS)
+        fail(f"{flag} {name} is neither a folder with a config.json nor one of {known}, toy")
     text = config.get_text_config()
-    for key in [key for key, value in text.to_dict().items() if "drop" in key and isinstance(value, float)]:
-        setattr(text, key, 0.0)
+    for key, value in text.to_dict().items():
+        if "drop" in key and isinstance(value, float):
+            setattr(text, key, 0.0)
     if getattr(text, "attn_logit_softcapping", None):
         config._attn_implementation = "eager"
     return config
 
 
-def train(own: Own, args, script, config, stored: torch.dtype) -> tuple[dict, list[int]]:
-    """Bytes by part at the peak of a training step, and the elements of each of the model's parameters. stored: dtype
-    of the reference."""
-    compute = getattr(torch, "bfloat16" if args.dtype == "auto" else args.dtype)
-    each, T, most = 2 if own.script == "dpo" else 1, args.max_length, (args.micro_batch_size, args.micro_batch_tokens)
-    passes = script.utils.make_passes([each * T] * own.batch_size, own.ranks, *most)
-    B = each * max(map(len, passes))
-    fake, stand = FakeTensorMode(), Stand(B * min(T - 1, max(1, round(T * own.completion_share))))
-    token_logps = script.utils.token_logps
-    if own.script == "grpo_math":
-        token_logps = partial(token_logps, temperature=args.temperature)
+def train(own: Own, args, script, config, reference_dtype: torch.dtype) -> tuple[dict, list[int]]:
+    """Bytes by part at the peak of a training step, and the elements of each of the model's parameters."""
+    sides = 2 if own.script == "dpo" else 1  # sequences of an item of the batch
+    T = args.max_length
+    passes = utils.make_passes([sides * T] * own.batch_size, own.ranks, args.micro_batch_tokens)
+    B = sides * max(len(items) for items in passes)
+    completion_tokens = min(T - 1, max(1, round(T * own.completion_share)))
+    fake = FakeTensorMode()
+    stand = Stand(B * completion_tokens)
 
-    def build(dtype):
-        with fake, no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=args.trust_remote_code)
-        model.tie_weights()
-        return script.shard_model(args, model, compute, CPU)
+    policy = build_model(args, script, config, torch.float32, fake).train()
+    reference = build_model(args, script, config, reference_dtype, fake).eval().requires_grad_(False)
+    if args.gradient_checkpointing:
+        policy.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, fused=True)  # as on CUDA
 
     def update():
         torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).full_tensor().item()
         script.sync_reference(reference, policy)
         optimizer.step()
 
-    def snapshot(when):
-        return {getattr(kind, "name", kind): count for kind, count in tracker.get_tracker_snapshot(when)[CPU].items()}
-
-    policy, reference = build(torch.float32).train(), build(stored).eval().requires_grad_(False)
-    if args.gradient_checkpointing:
-        policy.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, fused=True)  # as on CUDA
     with fake, stand:
         for parameter in policy.parameters():
             parameter.grad = torch.zeros_like(parameter)
         update()  # makes the moments
         if len(passes) == own.ranks:
             optimizer.zero_grad()
-        input_ids, mask, numbers = torch.zeros(B, T, dtype=torch.long), torch.zeros(B, T), torch.zeros(B)
+        input_ids = torch.zeros(B, T, dtype=torch.long)
+        mask = torch.zeros(B, T)
     tracker = FSDPMemTracker(policy, optimizer)
     tracker.track_inputs([parameter.to_local() for parameter in reference.parameters()])
-    # Fake positions might be those of packed sequences: attention would get a mask, and keys repeated for its heads.
+
+    def snapshot(when: str) -> dict[str, int]:
+        """{kind of memory: bytes}."""
+        kinds = tracker.get_tracker_snapshot(when)[CPU]
+        return {getattr(kind, "name", kind): count for kind, count in kinds.items()}
+
+    token_logps = utils.token_logps
+    if own.script == "grpo_math":
+        token_logps = partial(token_logps, temperature=args.temperature)
+    with fake, tracker, stand, without_checks():
+        with torch.no_grad():
+            ref_logps = token_logps(reference, input_ids, mask)
+        logps = token_logps(policy, input_ids, mask)
+        activations = snapshot("current")["ACT"]
+        fake_loss(own, args, script, logps - ref_logps, mask).backward()
+        update()
+
+    parts = peak_parts(snapshot("peak"), activations, optimizer)
+    return parts, [parameter.numel() for parameter in policy.parameters()]
+
+
+def build_model(args, script, config, dtype: torch.dtype, fake: FakeTensorMode):
+    """A model of fake tensors, sharded as the script shards it."""
+    compute_dtype = torch.bfloat16
+    if args.dtype != "auto":
+        compute_dtype = getattr(torch, args.dtype)
+    with fake, no_init_weights():
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            trust_remote_code=args.trust_remote_code,
+        )
+    model.tie_weights()
+    return script.shard_model(args, model, compute_dtype, CPU)
+
+
+def peak_parts(peak: dict[str, int], activations: int, optimizer) -> dict[str, int]:
+    """Bytes by part at the peak."""
+    moments = 0
+    for state in optimizer.state.values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            moments += state[key].to_local().nbytes
+    gathered = 0
+    for kind in ("UNSHARDED_PARAM", "UNSHARDED_GRAD", "ALL_GATHER", "REDUCE_SCATTER"):
+        gathered += peak[kind]
+    parts = {
+        "parameters": peak["SHARDED_PARAM"],
+        "gradients": peak["SHARDED_GRAD"],
+        "Adam moments": moments,
+        "reference": peak["INP"],
+        "activations": min(activations, peak["ACT"]),  # for the backward pass
+        "gathered units": gathered,
+    }
+    # The rest: logits, a block computed again, gradients.
+    parts["head, temporaries"] = peak["Total"] - sum(parts.values())
+    return parts
+
+
+@contextlib.contextmanager
+def without_checks():
+    """Turns off what needs the values of fake tensors, and what would be counted but is for shapes only."""
+    # Fake positions might be those of packed sequences: attention would get a mask, and keys repeated for its
+    # heads.
     unpacked = patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
     propagate = ShardingPropagator.propagate_op_sharding_non_cached
 
@@ -166,82 +247,108 @@ def train(own: Own, args, script, config, stored: torch.dtype) -> tuple[dict, li
         with _disable_current_modes():
             return propagate(*schema)
 
-    with fake, tracker, stand, unpacked, patch.object(ShardingPropagator, propagate.__name__, unseen):
-        with torch.no_grad():
-            ref_logps = token_logps(reference, input_ids, mask)
-        logps = token_logps(policy, input_ids, mask)
-        kept = snapshot("current")["ACT"]
-        log_ratio = logps - ref_logps
-        clipped = log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)
-        if own.script == "dpo":
-            loss, _ = script.dpo_loss(clipped, mask, args.beta)
-        elif own.script == "kto":
-            loss, _ = script.kto_loss(clipped, mask, numbers.bool(), 0.0, args.beta, args.lambda_D, args.lambda_U)
-        else:
-            loss, *_ = script.grpo_loss(clipped, log_ratio, numbers, args.beta, args.epsilon)
-        loss.sum().backward()
-        update()
-    peak = snapshot("peak")
-    local = [s[key].to_local() for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    moments = sum(moment.numel() * moment.element_size() for moment in local)
-    parts = {
-        "parameters": peak["SHARDED_PARAM"],
-        "gradients": peak["SHARDED_GRAD"],
-        "Adam moments": moments,
-        "reference": peak["INP"],
-        "activations": min(kept, peak["ACT"]),  # for the backward pass
-        "gathered units": sum(peak[k] for k in ("UNSHARDED_PARAM", "UNSHARDED_GRAD", "ALL_GATHER", "REDUCE_SCATTER")),
-    }
-    parts["head, temporaries"] = peak["Total"] - sum(parts.values())  # logits, a block computed again, gradients
-    return parts, [parameter.numel() for parameter in policy.parameters()]
+    with unpacked, patch.object(ShardingPropagator, propagate.__name__, unseen):
+        yield
+
+
+def fake_loss(own: Own, args, script, log_ratio, mask):
+    """The script's loss of a pass, all examples alike."""
+    clipped = log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)
+    numbers = torch.zeros(len(mask))
+    if own.script == "dpo":
+        losses, _ = script.dpo_loss(clipped, mask, args.beta)
+    elif own.script == "kto":
+        weights = (args.beta, args.lambda_D, args.lambda_U)
+        losses, _ = script.kto_loss(clipped, mask, numbers.bool(), 0.0, *weights)
+    else:
+        losses, *_ = script.grpo_loss(clipped, log_ratio, numbers, args.beta, args.epsilon)
+    return losses.sum()
 
 
 def estimate(own: Own, args, script) -> dict[str, dict[str, float]]:
     """{phase: {part: GiB}}: a training step and, if the run samples, sampling."""
     config = read_config(script, "--model", args.model, args.trust_remote_code)
-    stored = torch.bfloat16 if args.dtype in ("auto", "bfloat16") else torch.float32  # reference, engine, reward model
-    if name := getattr(args, "reward_model", ""):
-        judge = read_config(script, "--reward-model", name, args.trust_remote_code)
-        judge.num_labels = 1
-        with torch.device("meta"), no_init_weights():
-            judge = AutoModelForSequenceClassification.from_config(judge, trust_remote_code=args.trust_remote_code)
+    dtype = torch.float32  # of reference, engine and reward model
+    if args.dtype in ("auto", "bfloat16"):
+        dtype = torch.bfloat16
+    reward_model = None
+    if getattr(args, "reward_model", ""):
+        reward_model = build_reward_model(args, script)
     dist.init_process_group("fake", rank=0, world_size=own.ranks, store=FakeStore())
-    training, sizes = train(own, args, script, config, stored)
+    training, sizes = train(own, args, script, config, dtype)
     dist.destroy_process_group()
-    if name:
-        training["reward model"] = judge.num_parameters() * stored.itemsize
-    phases, whole = {"training": training}, sum(sizes) * stored.itemsize
-    if own.script == "grpo_math" or args.online or args.eval_dataset and args.eval_samples:
-        kept = ("parameters", "Adam moments", "reference", "reward model")
-        sampling = {name: training[name] for name in kept if name in training} | {"gathered units": 4 * max(sizes)}
+    if reward_model:
+        training["reward model"] = reward_model.num_parameters() * dtype.itemsize
+
+    phases = {"training": training}
+    if own.script == "grpo_math" or args.online or (args.eval_dataset and args.eval_samples):
+        sampling = {}
+        for name in ("parameters", "Adam moments", "reference", "reward model"):
+            if name in training:
+                sampling[name] = training[name]
+        sampling["gathered units"] = 4 * max(sizes)
+        weights = sum(sizes) * dtype.itemsize
         if args.engine == "hf":
-            text = config.get_text_config()
-            length = min(args.max_prompt_length + args.max_new_tokens, getattr(text, SHAPE[-2], None) or math.inf)
-            heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-            width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-            cache = 2 * text.num_hidden_layers * heads * width * length * args.generation_batch_size * stored.itemsize
-            training["engine"], sampling["engine"] = whole, whole + cache
+            training["engine"] = weights
+            sampling["engine"] = weights + cache_bytes(args, config, dtype)
         else:  # asleep while training
             sampling["engine"] = int(args.vllm_memory * own.gpu_memory * GIB)
-            if sampling["engine"] < whole:
-                share = whole / GIB / own.gpu_memory
-                print(f"warning: the weights alone are {share:.2f} of a GPU; raise --vllm-memory", file=sys.stderr)
+            if sampling["engine"] < weights:
+                share = weights / GIB / own.gpu_memory
+                print(
+                    f"warning: the weights alone are {share:.2f} of a GPU; raise --vllm-memory",
+                    file=sys.stderr,
+                )
         phases["sampling"] = sampling
-    return {phase: {name: count / GIB for name, count in parts.items()} for phase, parts in phases.items()}
+    gib = {}
+    for phase, parts in phases.items():
+        gib[phase] = {name: count / GIB for name, count in parts.items()}
+    return gib
 
 
-def main(flags: list[str]) -> None:
+def build_reward_model(args, script):
+    """Without weights."""
+    config = read_config(script, "--reward-model", args.reward_model, args.trust_remote_code)
+    config.num_labels = 1
+    with torch.device("meta"), no_init_weights():
+        return AutoModelForSequenceClassification.from_config(
+            config,
+            trust_remote_code=args.trust_remote_code,
+        )
+
+
+def cache_bytes(args, config, dtype: torch.dtype) -> int:
+    """Keys and values of a batch that transformers samples."""
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None) or math.inf
+    length = min(args.max_prompt_length + args.max_new_tokens, positions)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    values = text.num_hidden_layers * heads * head_size * length * args.generation_batch_size
+    return 2 * values * dtype.itemsize
+
+
+def main(flags: list[str]):
     phases = estimate(*parse(flags))
     peaks = {phase: sum(parts.values()) for phase, parts in phases.items()}
-    worst, seconds = max(peaks, key=peaks.get), time.perf_counter() - STARTED
+    worst = max(peaks, key=peaks.get)
+    seconds = time.perf_counter() - STARTED
     if "--json" in flags:
-        print(json.dumps({"parts": phases[worst], "peak": peaks[worst], "phases": phases, "seconds": seconds}))
+        found = {"parts": phases[worst], "peak": peaks[worst], "phases": phases, "seconds": seconds}
+        print(json.dumps(found))
         return
-    print(f"{'GiB per GPU':20}" + "".join(f"{phase:>10}" for phase in phases))
-    for name in dict.fromkeys(name for parts in phases.values() for name in parts):
-        print(f"{name:20}" + "".join(f"{parts.get(name, 0):10.2f}" for parts in phases.values()))
-    print(f"{'peak':20}" + "".join(f"{peak:10.2f}" for peak in peaks.values()))
+    names = {}  # of the parts, each once
+    for parts in phases.values():
+        names |= parts
+    print_row("GiB per GPU", [f"{phase:>10}" for phase in phases])
+    for name in names:
+        print_row(name, [f"{parts.get(name, 0):10.2f}" for parts in phases.values()])
+    print_row("peak", [f"{peak:10.2f}" for peak in peaks.values()])
     print(f"{seconds:.0f} s; --help says what is not modelled")
+
+
+def print_row(name: str, cells: list[str]):
+    print(f"{name:20}" + "".join(cells))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Learning curves: any metric of any runs against the optimizer step. Seeds of the same flags are one line with a band.
+"""Learning curves: any metric of any runs against the optimizer step. Seeds are one line with a band.
 
     pip install -r paper/requirements.txt
-    python paper/curves.py runs/* --metric eval/accuracy --metric grpo/clip_fraction --smooth 8 --out curves.png
+    python paper/curves.py runs/* --metric eval/accuracy --metric grad_norm --smooth 8 --out curves.png
 
-A line is the mean over seeds; its band is the 95% interval of Student's t for that mean, step by step. It says how well
-the mean is known, not how far seeds spread, and is very wide for two of them. A single run has no band.
+A line is the mean over seeds; its band is the 95% interval of Student's t for that mean, step by step. It
+says how well the mean is known, not how far seeds spread, and is very wide for two of them. A single run has
+no band.
 """
 
 import glob
@@ -27,24 +28,41 @@ NOT_THE_ARM = ("seed", "output_dir", "resume")  # flags that do not set two runs
 def curve(folder: str | Path, key: str) -> dict[int, float]:
     """{optimizer steps done: value} of a run, with the evaluations before the first step and after the last.
 
-    A run that goes on, or was killed, has what its metrics.jsonl holds. A ValueError if it has no such metric."""
+    A run that goes on, or was killed, has what its metrics.jsonl holds. A ValueError if it has no such
+    metric.
+    """
     folder = Path(folder)
-    path, summary = folder / "metrics.jsonl", {"before": {}, "after": {}}
-    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
-    lines = [json.loads(line) for line in lines if line.endswith("}\n")]  # a killed run's last may be cut
+    lines = read_metrics(folder / "metrics.jsonl")
+    summary = {"before": {}, "after": {}}
     if (folder / "summary.json").exists():
         summary = json.loads((folder / "summary.json").read_text())
-    points = {line["step"] + 1: line[key] for line in lines if key in line}
+    points = {}
     if key in summary["before"]:
-        points = {0: summary["before"][key][0]} | points
+        points[0] = summary["before"][key][0]
+    for line in lines:
+        if key in line:
+            points[line["step"] + 1] = line[key]
     steps = lines[-1]["step"] + 1 if lines else 0
     if key in summary["after"] and steps == read_args(folder)["num_steps"]:  # else it is being extended
         points.setdefault(steps, summary["after"][key][0])
     if not points:
-        known = {name for line in lines for name in line} | summary["before"].keys()
-        told = f"it has {', '.join(sorted(known - {'step'}))}" if known else "it has none yet"
-        raise ValueError(f"{folder}: no metric {key}; {told}")
+        known = set(summary["before"])
+        for line in lines:
+            known |= line.keys()
+        names = "it has none yet"
+        if known:
+            names = f"it has {', '.join(sorted(known - {'step'}))}"
+        raise ValueError(f"{folder}: no metric {key}; {names}")
     return points
+
+
+def read_metrics(path: Path) -> list[dict]:
+    lines = []
+    if path.exists():
+        for line in path.read_text(errors="replace").splitlines(keepends=True):
+            if line.endswith("}\n"):  # a killed run's last may be cut
+                lines.append(json.loads(line))
+    return lines
 
 
 def read_args(folder: str | Path) -> dict:
@@ -58,8 +76,12 @@ def read_args(folder: str | Path) -> dict:
 
 
 def smoothed(points: dict[int, float], steps: int) -> dict[int, float]:
-    """At every point the mean over the points of the last `steps` steps, so that nothing comes from the future."""
-    return {now: float(np.mean([v for s, v in points.items() if now - steps < s <= now])) for now in points}
+    """At every point the mean over those of the last `steps` steps: nothing comes from the future."""
+    means = {}
+    for now in points:
+        recent = [value for step, value in points.items() if now - steps < step <= now]
+        means[now] = float(np.mean(recent))
+    return means
 
 
 def collect(folders: list, key: str, smooth: int = 1) -> tuple[list[int], np.ndarray]:
@@ -68,7 +90,10 @@ def collect(folders: list, key: str, smooth: int = 1) -> tuple[list[int], np.nda
     steps = sorted(set(runs[0]).intersection(*runs))
     if not steps:
         raise ValueError(f"{key}: the runs {', '.join(map(str, folders))} have no step in common")
-    return steps, np.array([[run[step] for step in steps] for run in runs])
+    rows = []
+    for run in runs:
+        rows.append([run[step] for step in steps])
+    return steps, np.array(rows)
 
 
 def interval(values: np.ndarray) -> np.ndarray:
@@ -78,48 +103,78 @@ def interval(values: np.ndarray) -> np.ndarray:
     return stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
 
 
-def draw(axes, curves: dict[str, list], key: str, smooth: int = 1) -> None:
+def draw(axes, curves: dict[str, list], key: str, smooth: int = 1):
     """A line for each label, the mean over its runs, with its band."""
     for label, folders in curves.items():
         steps, values = collect(folders, key, smooth)
-        mean, half = values.mean(0), interval(values)
-        (line,) = axes.plot(steps, mean, label=f"{label} ({len(folders)} seeds)" if len(folders) > 1 else label)
-        if len(folders) > 1:
-            axes.fill_between(steps, mean - half, mean + half, color=line.get_color(), alpha=0.2, linewidth=0)
+        mean = values.mean(0)
+        half = interval(values)
+        several = len(folders) > 1
+        if several:
+            label = f"{label} ({len(folders)} seeds)"
+        (line,) = axes.plot(steps, mean, label=label)
+        if several:
+            color = line.get_color()
+            axes.fill_between(steps, mean - half, mean + half, color=color, alpha=0.2, linewidth=0)
     axes.set(xlabel="optimizer step", ylabel=key)
 
 
 def by_flags(folders: list) -> dict[str, list]:
-    """{label: runs with the same flags but for the seed}, in the order given. A label is what sets it apart: the script
-    where there are several, and the flags in which groups of the same script differ."""
-    groups, taken = {}, {}
+    """{label: runs with the same flags but for the seed}, in the order given."""
+    groups = {}  # {flags as text: folders}
+    first = {}  # {(flags, seed): folder}
     for folder in folders:
         args = read_args(folder)
-        arm = json.dumps({key: value for key, value in args.items() if key not in NOT_THE_ARM}, sort_keys=True)
-        if (twin := taken.setdefault((arm, args["seed"]), folder)) != folder:
+        arm = {key: value for key, value in args.items() if key not in NOT_THE_ARM}
+        text = json.dumps(arm, sort_keys=True)
+        twin = first.setdefault((text, args["seed"]), folder)
+        if twin != folder:
             raise ValueError(f"{twin} and {folder} have the same flags and seed: leave one out")
-        groups.setdefault(arm, []).append(folder)
-    arms = {arm: json.loads(arm) for arm in groups}
-    several, labels = len({args["script"] for args in arms.values()}) > 1, []
-    for args in arms.values():
-        siblings = [other for other in arms.values() if other["script"] == args["script"]]
-        differ = [key for key in args if any(other.get(key) != args[key] for other in siblings)]
-        parts = [args["script"]] if several or not differ else []
-        labels.append(", ".join(parts + [f"{key}={args[key]}" for key in differ]))
+        groups.setdefault(text, []).append(folder)
+    labels = flag_labels([json.loads(text) for text in groups])
     short = [re.sub(r"=[^ ,]*/", "=", label) for label in labels]  # without folders
-    return dict(zip(short if len(set(short)) == len(short) else labels, groups.values()))
+    if len(set(short)) == len(short):
+        labels = short
+    return dict(zip(labels, groups.values()))
 
 
-def tell(curves: dict[str, list], key: str, smooth: int) -> None:
+def flag_labels(arms: list[dict]) -> list[str]:
+    """What sets each apart: the script where there are several, and flags in which arms of a script
+    differ."""
+    scripts = {args["script"] for args in arms}
+    labels = []
+    for args in arms:
+        siblings = [other for other in arms if other["script"] == args["script"]]
+        differing = []
+        for key in args:
+            if any(other.get(key) != args[key] for other in siblings):
+                differing.append(f"{key}={args[key]}")
+        if len(scripts) > 1 or not differing:
+            differing.insert(0, args["script"])
+        labels.append(", ".join(differing))
+    return labels
+
+
+def tell(curves: dict[str, list], key: str, smooth: int):
     """Prints the mean over the curve and its end for each label, ± standard error over runs."""
     for label, folders in curves.items():
         steps, values = collect(folders, key, smooth)
-        told = f"{key}, {label}, {len(folders)} run{'s' * (len(folders) > 1)}:"
-        for what, numbers in (("mean over the curve", values.mean(1)), (f"at step {steps[-1]}", values[:, -1])):
-            error = f" ± {stats.sem(numbers):.3f}" if len(numbers) > 1 else ""
-            told += f" {what} {numbers.mean():.3f}{error},"
+        runs = "run" if len(folders) == 1 else "runs"
+        mean = mean_and_error(values.mean(1))
+        last = mean_and_error(values[:, -1])
+        text = (
+            f"{key}, {label}, {len(folders)} {runs}: mean over the curve {mean}, at step {steps[-1]} {last}"
+        )
         ends = [max(curve(folder, key)) for folder in folders]
-        print(told.rstrip(",") + (f" (they end at steps {ends})" if len(set(ends)) > 1 else ""))
+        if len(set(ends)) > 1:
+            text += f" (they end at steps {ends})"
+        print(text)
+
+
+def mean_and_error(values: np.ndarray) -> str:
+    if len(values) == 1:
+        return f"{values[0]:.3f}"
+    return f"{values.mean():.3f} ± {stats.sem(values):.3f}"
 
 
 def main(
@@ -128,7 +183,7 @@ def main(
     label: tyro.conf.UseAppendAction[list[str]] = [],  # noqa: B006
     smooth: int = 1,
     out: Path = Path("curves.png"),
-) -> None:
+):
     """Draws the curves.
 
     Args:
@@ -138,18 +193,25 @@ def main(
         smooth: Every point is the mean over so many steps up to it.
         out: The picture.
     """
-    folders, keys = [], metric or ["eval/accuracy"]
+    keys = metric or ["eval/accuracy"]
+    folders = []
     for pattern in runs:
-        found = sorted(glob.glob(pattern)) or [pattern]
-        folders += [folder for folder in found if folder not in folders]
+        for folder in sorted(glob.glob(pattern)) or [pattern]:
+            if folder not in folders:
+                folders.append(folder)
     try:
-        if not folders or smooth < 1:
-            raise ValueError("name at least one run" if not folders else f"--smooth is {smooth}; it must be at least 1")
+        if not folders:
+            raise ValueError("name at least one run")
+        if smooth < 1:
+            raise ValueError(f"--smooth is {smooth}; it must be at least 1")
         curves = by_flags(folders)
-        if label and not len(set(label)) == len(label) == len(curves):
-            raise ValueError(f"--label: {len(set(label))} names for {len(curves)} lines: {'; '.join(curves)}")
-        curves = dict(zip(label or curves, curves.values()))
-        figure, panels = plt.subplots(1, len(keys), figsize=(1.5 + 5.5 * len(keys), 4), squeeze=False)
+        if label:
+            names = list(dict.fromkeys(label))
+            if not len(names) == len(label) == len(curves):
+                raise ValueError(f"--label: {len(names)} names for {len(curves)} lines: {'; '.join(curves)}")
+            curves = dict(zip(label, curves.values()))
+        size = (1.5 + 5.5 * len(keys), 4)
+        figure, panels = plt.subplots(1, len(keys), figsize=size, squeeze=False)
         for axes, key in zip(panels[0], keys):
             draw(axes, curves, key, smooth)
             tell(curves, key, smooth)

@@ -1,23 +1,26 @@
-"""The paper's Figure 2 with a real policy's tokens: how people see probabilities, and which tokens humanline keeps.
+"""The paper's Figure 2 with a real policy's tokens: how people see probabilities, and what humanline keeps.
 
-    python paper/figure2.py --out paper/results/figure2.png                # trains DPO on the toy first, once
-    python paper/figure2.py --run runs/FOLDER --out figure2.png            # of a finished run on pairs
+    python paper/figure2.py --out paper/results/figure2.png         # trains DPO on the toy first, once
+    python paper/figure2.py --run runs/FOLDER --out figure2.png     # of a finished run on pairs
 
-Left: the capacity function Ω⁺ (eq. 3) at γ = 0.61, the median of Tversky and Kahneman (1992) for gains, and at γ = 1.
-Middle: the weights ω (eq. 4) of sequences sampled from the policy at temperature 1. An outcome is z = log π_θ/π_ref of
-a sequence, where π_θ is the run's final/ and π_ref the model that it began with; outcomes are equally wide bins of z.
-Right: cumulative distributions of the log π_θ/π_ref of tokens: of samples of the policy; of these as people perceive
-them; of held-out pairs; and of those tokens of the pairs to which humanline sampling (eq. 5, the run's κ and M) and
-humanline clipping (κ → ∞) leave a gradient. All prompts are pooled. z_0 is below all outcomes: all are gains, and one
-function weighs them, as in the paper's figure. The numbers that are drawn are in a csv of the same name.
+Left: the capacity function Ω⁺ (eq. 3) at γ = 0.61, the median of Tversky and Kahneman (1992) for gains, and
+at γ = 1.
+Middle: the weights ω (eq. 4) of sequences sampled from the policy at temperature 1. An outcome is z = log
+π_θ/π_ref of a sequence, where π_θ is the run's final/ and π_ref the model that it began with; outcomes are
+equally wide bins of z.
+Right: cumulative distributions of the log π_θ/π_ref of tokens: of samples of the policy; of these as people
+perceive them; of held-out pairs; and of those tokens of the pairs to which humanline sampling (eq. 5, the
+run's κ and M) and humanline clipping (κ → ∞) leave a gradient. All prompts are pooled. z_0 is below all
+outcomes: all are gains, and one function weighs them, as in the paper's figure. The numbers that are drawn
+are in a csv of the same name.
 
 The paper's figure is a drawing of the idea; this is a measurement, and need not look like it.
 """
 
 import csv
-import math
 import subprocess
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import matplotlib
@@ -28,6 +31,7 @@ from tokens import open_run
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import utils
+from run import exit_on_error, fail
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -35,39 +39,43 @@ import matplotlib.pyplot as plt  # noqa: E402
 ROOT = Path(__file__).resolve().parents[1]
 GAMMA = 0.61
 RATIO = r"$\log\,\pi_\theta/\pi_{\mathrm{ref}}$"
-BLUE, RED, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#BBBBBB"  # Okabe and Ito's: every eye can tell them apart
+# Okabe and Ito's: every eye can tell them apart.
+BLUE = "#0072B2"
+RED = "#D55E00"
+GREEN = "#009E73"
+GREY = "#BBBBBB"
 
 
 def capacity(a, gamma: float = GAMMA):
     """Equation 3: the perceived for an objective cumulative probability."""
     a = np.clip(a, 0.0, 1.0)
-    return a**gamma / (a**gamma + (1 - a) ** gamma) ** (1 / gamma)
+    this = a**gamma
+    other = (1 - a) ** gamma
+    return this / (this + other) ** (1 / gamma)
 
 
 def weights(p, omega=capacity) -> np.ndarray:
-    """Equation 4: the weights of outcomes, least positive first, with probabilities p (n,); their sum is Ω⁺(Σ p)."""
-    as_good_or_better = np.append(np.cumsum(np.asarray(p)[::-1])[::-1], 0.0)  # (n + 1,)
+    """Equation 4: the weights of outcomes with probabilities p (n,), least positive first; their sum is Ω⁺(Σ
+    p)."""
+    best_first = np.asarray(p)[::-1]
+    as_good_or_better = np.append(np.cumsum(best_first)[::-1], 0.0)  # (n + 1,)
     perceived = omega(as_good_or_better)
     return perceived[:-1] - perceived[1:]
 
 
 def log_ratios(policy, reference, examples: list, pad_id: int) -> tuple:
     """log π_θ/π_ref of every completion token and the mask, (N, T) float64."""
-    (logps, mask), (ref_logps, _) = (utils.completion_logps(model, examples, pad_id) for model in (policy, reference))
+    logps, mask = utils.completion_logps(policy, examples, pad_id)
+    ref_logps, _ = utils.completion_logps(reference, examples, pad_id)
     return logps - ref_logps, mask
 
 
 def kept(script, args, log_ratio, mask, clip: str):
     """The log-ratios of the tokens to which humanline sampling or clipping leaves a gradient, (n,)."""
     log_ratio = log_ratio.clone().requires_grad_()
-    if clip == "sample":
-        draws = []
-        for side, bound in enumerate((math.exp(args.log_epsilon_P), math.exp(-args.log_epsilon_R))):
-            keys = [(args.seed, row, side) for row in range(len(mask))]
-            draws.append(script.beta_draws(mask, keys, args.kappa, bound / args.M))
-        clipped = script.humanline_sampling(log_ratio, *draws, args.M)
-    else:
-        clipped = log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)
+    keys = [(args.seed, row) for row in range(len(mask))]
+    settings = replace(args, humanline=True, clip=clip)
+    clipped = script.clip_log_ratio(settings, log_ratio, mask, keys)
     (clipped * mask).sum().backward()
     return log_ratio.detach()[log_ratio.grad != 0]
 
@@ -81,41 +89,183 @@ def trained_run() -> Path:
     """runs/figure2, trained if it is not there or not finished."""
     run = ROOT / "runs" / "figure2"
     if not (run / "summary.json").exists():
-        how = ["--resume", str(run)] if (run / "args.json").exists() else ["--output-dir", str(run), "--engine", "hf"]
-        subprocess.run([sys.executable, ROOT / "dpo_humanline.py", *how], check=True)
+        flags = ["--output-dir", str(run), "--engine", "hf"]
+        if (run / "args.json").exists():
+            flags = ["--resume", str(run)]
+        subprocess.run([sys.executable, ROOT / "dpo_humanline.py", *flags], check=True)
     return run
 
 
-def measure(run: Path, rows: int) -> tuple:
-    """Of a run: its script and flags; outcomes of sampled sequences (N,), and log-ratios of tokens (n,), in nats: of
-    samples, and of the better and the worse completions of held-out pairs; and those of both as (2N, T) and mask."""
+@dataclass
+class Measured:
+    """Of a run: its script and flags, and log-ratios in nats."""
+
+    script: object
+    args: object
+    outcomes: np.ndarray  # of sampled sequences (N,)
+    samples: torch.Tensor  # of their tokens (n,)
+    better: torch.Tensor  # of tokens of the better completions of held-out pairs
+    worse: torch.Tensor
+    offline: torch.Tensor  # of both (2N, T)
+    offline_mask: torch.Tensor
+
+
+def measure(run: Path, rows: int) -> Measured:
     script, args, (_, _, device) = open_run(run)
     if hasattr(args, "sample_every") or not args.eval_dataset:
-        script.fail(f"--run {run}: figure 2 needs a run with pairs as --eval-dataset")
+        fail(f"--run {run}: figure 2 needs a run with pairs as --eval-dataset")
     _, _, tokens = script.load_config(args)
-    data = (args.eval_dataset, args.eval_split, tokens, range(1000), {})
-    groups = [group for group in script.load_groups(args, "--eval-dataset", *data) if len(group) > 1][:rows]
+    sizes = range(1000)  # numbers of completions that a row may have
+    groups, _ = script.load_groups(
+        args,
+        "--eval-dataset",
+        args.eval_dataset,
+        args.eval_split,
+        tokens,
+        sizes,
+    )
+    groups = [group for group in groups if len(group) > 1][:rows]
     if not groups:
-        script.fail(f"--run {run}: --eval-dataset {args.eval_dataset} has no pairs")
-    models = []
-    for folder in (run / "final", args.model):
-        with script.blame(f"--run {run}: {folder}"):
-            how = {"dtype": torch.float32, "trust_remote_code": args.trust_remote_code}
-            models.append(utils.load_whole(AutoModelForCausalLM, str(folder), **how).to(device).eval())
-    args.temperature, args.top_p = 1.0, 1.0  # what the policy is literally capable of
-    policy, reference = models
+        fail(f"--run {run}: --eval-dataset {args.eval_dataset} has no pairs")
+    policy = load_model(args, run, str(run / "final"), device)
+    reference = load_model(args, run, args.model, device)
+
+    args.temperature = 1.0  # what the policy is literally capable of
+    args.top_p = 1.0
     policy.generation_config = GenerationConfig()
-    ids, _ = utils.generate(policy, [group[0].prompt_ids for group in groups], args, tokens, (args.seed, 2))
-    samples = [group[0]._replace(completion_ids=sample) for group, sample in zip(groups, ids)]
-    better = [max(group, key=lambda x: x.reward) for group in groups]
-    worse = [min(group, key=lambda x: x.reward) for group in groups]
+    prompts = [group[0].prompt_ids for group in groups]
+    completions, _ = utils.generate(policy, prompts, args, tokens, (args.seed, 2))
+    samples = []
+    better = []
+    worse = []
+    for group, completion_ids in zip(groups, completions):
+        samples.append(group[0]._replace(completion_ids=completion_ids))
+        better.append(max(group, key=lambda x: x.reward))
+        worse.append(min(group, key=lambda x: x.reward))
     on_policy, mask = log_ratios(policy, reference, samples, tokens.pad_id)
     offline, offline_mask = log_ratios(policy, reference, better + worse, tokens.pad_id)
-    sides = [part[inside.bool()] for part, inside in zip(offline.chunk(2), offline_mask.chunk(2))]
-    return script, args, (on_policy * mask).sum(-1).numpy(), on_policy[mask.bool()], *sides, (offline, offline_mask)
+    inside = offline_mask.bool()
+    half = len(groups)
+    return Measured(
+        script,
+        args,
+        outcomes=(on_policy * mask).sum(-1).numpy(),
+        samples=on_policy[mask.bool()],
+        better=offline[:half][inside[:half]],
+        worse=offline[half:][inside[half:]],
+        offline=offline,
+        offline_mask=offline_mask,
+    )
 
 
-def main(out: Path, run: Path | None = None, rows: int = 512, bins: int = 16) -> None:
+def load_model(args, run: Path, name: str, device):
+    with exit_on_error(f"--run {run}: {name}"):
+        model = utils.load_pretrained(
+            AutoModelForCausalLM,
+            name,
+            dtype=torch.float32,
+            trust_remote_code=args.trust_remote_code,
+        )
+        return model.to(device).eval()
+
+
+class Panel:
+    """Axes, and what is drawn on them: (panel, curve, x, y)."""
+
+    def __init__(self, axes, name: str, drawn: list):
+        self.axes = axes
+        self.name = name
+        self.drawn = drawn
+
+    def note(self, curve: str, x, y):
+        for a, b in zip(x, y):
+            self.drawn.append((self.name, curve, a, b))
+
+    def line(self, curve: str, x, y, **style):
+        self.axes.plot(x, y, label=curve, **style)
+        self.note(curve, x, y)
+
+    def bars(self, curve: str, x, y, shift: float, width: float, color: str):
+        self.axes.bar(x + shift * width, y, 0.4 * width, label=curve, color=color)
+        self.note(curve, x, y)
+
+
+def draw_capacity(panel: Panel):
+    a = np.linspace(0, 1, 101)
+    panel.line("γ = 1: objective", a, capacity(a, 1.0), color="black", linestyle="--")
+    panel.line(f"γ = {GAMMA}: people, median", a, capacity(a), color="black")
+    panel.axes.set(
+        title="Capacity function (eq. 3)",
+        xlabel="probability of an outcome as good or better, a",
+        ylabel="as it is perceived, Ω⁺(a; γ)",
+        aspect="equal",
+    )
+
+
+def draw_weights(panel: Panel, outcomes: np.ndarray, bins: int):
+    count, edges = np.histogram(outcomes, bins)
+    centres = (edges[1:] + edges[:-1]) / 2
+    width = edges[1] - edges[0]
+    p = count / len(outcomes)
+    perceived = weights(p)
+    panel.bars("objective, p", centres, p, -0.2, width, GREY)
+    panel.bars("perceived, ω", centres, perceived, 0.2, width, "black")
+    panel.axes.set(
+        title=f"Weights at γ = {GAMMA} (eq. 4)",
+        xlabel=f"outcome z = {RATIO} of a sampled sequence, nats",
+        ylabel=f"probability (bins of {width:.2g} nats)",
+    )
+    means = f"the mean outcome is {p @ centres:.2f} nats, perceived {perceived @ centres:.2f}"
+    print(f"{len(outcomes)} sequences: {means}")
+
+
+def draw_tokens(panel: Panel, measured: Measured):
+    args = measured.args
+    better = measured.better
+    worse = measured.worse
+    every = np.concatenate([measured.samples, better, worse])
+    lowest, highest = np.quantile(every, [0.005, 0.995])
+    grid = np.linspace(lowest, highest, 151)
+    objective = cumulative(measured.samples, grid)
+    perceived = 1 - capacity(1 - objective)
+
+    def curve(name: str, y, **style):
+        panel.line(name, grid, y, linewidth=1.8, **style)
+        print_distance(name, grid, y, perceived)
+
+    both = cumulative(np.concatenate([better, worse]), grid)
+    print_distance("held-out data, both", grid, both, perceived)
+    curve("samples of the policy", objective, color="black", linestyle="--")
+    curve("the same, as perceived", perceived, color="black")
+    curve("held-out data, better", cumulative(better, grid), color=BLUE)
+    curve("held-out data, worse", cumulative(worse, grid), color=RED)
+    kinds = [
+        (f"sampling, κ = {args.kappa:g}", "sample", "-"),
+        ("clipping, κ → ∞", "clip", ":"),
+    ]
+    for name, clip, style in kinds:
+        with exit_on_error("humanline sampling at the run's bounds, κ and M", ValueError):
+            tokens = kept(measured.script, args, measured.offline, measured.offline_mask, clip)
+        share = len(tokens) / (len(better) + len(worse))
+        label = f"both, {name}: {share:.0%} kept"
+        curve(label, cumulative(tokens, grid), color=GREEN, linestyle=style)
+    for bound in (args.log_epsilon_P, args.log_epsilon_R):
+        panel.axes.axvline(bound, color=GREY, linewidth=0.8, zorder=0)
+    panel.axes.set(
+        title="Token log-ratios",
+        xlabel=f"{RATIO} of a token, nats (grey: humanline's bounds)",
+        ylabel="share of tokens at or below",
+    )
+
+
+def print_distance(name: str, grid, y, perceived):
+    """From the perceived distribution: the widest of the shares, and the area between, in nats."""
+    distance = np.abs(y - perceived)
+    area = np.trapezoid(distance, grid)
+    print(f"{name}: from the perceived {distance.max():.3f} at most, {area:.2f} nats on average")
+
+
+def main(out: Path, run: Path | None = None, rows: int = 512, bins: int = 16):
     """Draws the figure.
 
     Args:
@@ -126,67 +276,31 @@ def main(out: Path, run: Path | None = None, rows: int = 512, bins: int = 16) ->
     """
     if rows < 1 or bins < 2:
         raise SystemExit(f"error: --rows is {rows} and --bins {bins}; they must be at least 1 and 2")
-    script, args, outcomes, on_policy, better, worse, offline = measure(run or trained_run(), rows)
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(17, 4.6), width_ratios=(1, 1.15, 1.3))
-    drawn = []  # (panel, curve, x, y)
-
-    def line(axes, panel, name, x, y, **how):
-        axes.plot(x, y, label=name, **how)
-        drawn.extend((panel, name, a, b) for a, b in zip(x, y))
-
-    a = np.linspace(0, 1, 101)
-    line(left, "capacity", "γ = 1: objective", a, capacity(a, 1.0), color="black", linestyle="--")
-    line(left, "capacity", f"γ = {GAMMA}: people, median", a, capacity(a), color="black")
-    left.set(xlabel="probability of an outcome as good or better, a", ylabel="as it is perceived, Ω⁺(a; γ)")
-    left.set(title="Capacity function (eq. 3)", aspect="equal")
-
-    count, edges = np.histogram(outcomes, bins)
-    p, centres, width = count / len(outcomes), (edges[1:] + edges[:-1]) / 2, edges[1] - edges[0]
-    perceived = weights(p)
-    for name, y, shift, colour in (("objective, p", p, -0.2, GREY), ("perceived, ω", perceived, 0.2, "black")):
-        middle.bar(centres + shift * width, y, 0.4 * width, label=name, color=colour)
-        drawn.extend(("weights", name, x, v) for x, v in zip(centres, y))
-    middle.set(xlabel=f"outcome z = {RATIO} of a sampled sequence, nats")
-    middle.set(ylabel=f"probability (bins of {width:.2g} nats)", title=f"Weights at γ = {GAMMA} (eq. 4)")
-
-    every = np.concatenate([on_policy, better, worse])
-    grid = np.linspace(*np.quantile(every, [0.005, 0.995]), 151)
-    objective = cumulative(on_policy, grid)
-    human = 1 - capacity(1 - objective)
-    curves = {"samples of the policy": (objective, {"color": "black", "linestyle": "--"})}
-    curves["the same, as perceived"] = (human, {"color": "black"})
-    curves["held-out data, better"] = (cumulative(better, grid), {"color": BLUE})
-    curves["held-out data, worse"] = (cumulative(worse, grid), {"color": RED})
-    for name, clip, style in ((f"sampling, κ = {args.kappa:g}", "sample", "-"), ("clipping, κ → ∞", "clip", ":")):
-        with script.blame("humanline sampling at the run's bounds, κ and M", ValueError):
-            tokens = kept(script, args, *offline, clip)
-        share = len(tokens) / (len(better) + len(worse))
-        curves[f"both, {name}: {share:.0%} kept"] = (cumulative(tokens, grid), {"color": GREEN, "linestyle": style})
-
-    def tell(name, y):
-        """Both distances from the perceived distribution: the widest of the shares, and the area between, in nats."""
-        apart = np.abs(y - human)
-        print(f"{name}: from the perceived {apart.max():.3f} at most, {np.trapezoid(apart, grid):.2f} nats on average")
-
-    tell("held-out data, both", cumulative(np.concatenate([better, worse]), grid))
-    for name, (y, how) in curves.items():
-        line(right, "tokens", name, grid, y, linewidth=1.8, **how)
-        tell(name, y)
-    for bound in (args.log_epsilon_P, args.log_epsilon_R):
-        right.axvline(bound, color=GREY, linewidth=0.8, zorder=0)
-    right.set(xlabel=f"{RATIO} of a token, nats (grey: humanline's bounds)", ylabel="share of tokens at or below")
-    right.set(title="Token log-ratios")
-    for axes in (left, middle):
-        axes.legend(frameon=False, fontsize=9)
-    right.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
+    measured = measure(run or trained_run(), rows)
+    figure, axes = plt.subplots(1, 3, figsize=(17, 4.6), width_ratios=(1, 1.15, 1.3))
+    left, middle, right = axes
+    drawn = []
+    draw_capacity(Panel(left, "capacity", drawn))
+    draw_weights(Panel(middle, "weights", drawn), measured.outcomes, bins)
+    draw_tokens(Panel(right, "tokens", drawn), measured)
+    left.legend(frameon=False, fontsize=9)
+    middle.legend(frameon=False, fontsize=9)
+    right.legend(
+        frameon=False,
+        fontsize=9,
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
+    )
     figure.tight_layout()
-    print(f"{len(outcomes)} sequences: the mean outcome is {p @ centres:.2f} nats, perceived {perceived @ centres:.2f}")
-    with script.blame(f"--out {out}", (OSError, ValueError)):
+    table = out.with_suffix(".csv")
+    with exit_on_error(f"--out {out}", (OSError, ValueError)):
         figure.savefig(out, dpi=110)
-        with out.with_suffix(".csv").open("w", newline="") as file:
-            rows = [(panel, name, f"{x:.5g}", f"{y:.5g}") for panel, name, x, y in drawn]
-            csv.writer(file, lineterminator="\n").writerows([("panel", "curve", "x", "y"), *rows])
-    print(f"wrote {out} and {out.with_suffix('.csv')}")
+        with table.open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(("panel", "curve", "x", "y"))
+            for panel, curve, x, y in drawn:
+                writer.writerow((panel, curve, f"{x:.5g}", f"{y:.5g}"))
+    print(f"wrote {out} and {table}")
     torch.distributed.destroy_process_group()
 
 

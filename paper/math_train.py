@@ -1,13 +1,14 @@
-"""math_train.jsonl, Table 2's training set: the 12,000 problems of MATH that are not in MATH500, from public data.
+"""math_train.jsonl, Table 2's training set: the 12,000 problems of MATH that are not in MATH500.
 
     python paper/math_train.py
     python paper/math_train.py --math simplescaling/openaimath
     python paper/math_train.py --math train.jsonl.gz test.jsonl --math500 test.jsonl
 
-The second is the data set that the authors' recipes name (kawine/open-r1-humanline), the third takes files, such as
-math_splits of openai/prm800k. (Tried with the real problems in files, and with folders laid out as the first; not with
-the Hub.) MATH is under the MIT licence; its first copy on the Hub, hendrycks/competition_math, was taken down in
-January 2025 after a DMCA notice, which may happen to other copies.
+The second is the data set that the authors' recipes name (kawine/open-r1-humanline), the third takes files,
+such as math_splits of openai/prm800k. (Tried with the real problems in files, and with folders laid out as
+the first; not with the Hub.) MATH is under the MIT licence; its first copy on the Hub,
+hendrycks/competition_math, was taken down in January 2025 after a DMCA notice, which may happen to other
+copies.
 """
 
 import gzip
@@ -19,7 +20,7 @@ import tyro
 
 
 def read(flag: str, names: tuple[str, ...]) -> list[dict]:
-    """The rows of json lines (also .gz), or of all configurations and splits of a data set (a Hub name or a folder)."""
+    """The rows of json lines (also .gz), or of all parts of a data set (a Hub name or a folder)."""
     rows = []
     for name in names:
         try:
@@ -33,10 +34,14 @@ def read(flag: str, names: tuple[str, ...]) -> list[dict]:
         except Exception as error:  # as many kinds as there are ways to have no data
             reason = str(error).strip().split("\n")[0]
             raise SystemExit(f"error: {flag} {name}: {type(error).__name__}: {reason}") from None
-    if not all(
-        isinstance(row, dict) and {str} == {type(row.get(key)) for key in ("problem", "solution")} for row in rows
-    ):
-        raise SystemExit(f"error: {flag} {' '.join(names)}: every row needs the texts problem and solution")
+    for row in rows:
+        valid = isinstance(row, dict)
+        for key in ("problem", "solution"):
+            valid = valid and isinstance(row.get(key), str)
+        if not valid:
+            raise SystemExit(
+                f"error: {flag} {' '.join(names)}: every row needs the texts problem and solution"
+            )
     return rows
 
 
@@ -44,7 +49,7 @@ def main(
     math: tuple[str, ...] = ("EleutherAI/hendrycks_math",),
     math500: str = "HuggingFaceH4/MATH-500",
     out: Path = Path("math_train.jsonl"),
-) -> None:
+):
     """Writes it, or says why not.
 
     Args:
@@ -60,7 +65,9 @@ def main(
     if len(kept) != 12_000:
         told = f"{len(rows)} problems, of which {len(kept)} are not in MATH500; it must be 12000"
         raise SystemExit(f"error: --math {' '.join(math)}: {told}: name another copy of MATH")
-    lines = [json.dumps({key: row[key] for key in ("problem", "solution")}) + "\n" for row in kept]
+    lines = []
+    for row in kept:
+        lines.append(json.dumps({"problem": row["problem"], "solution": row["solution"]}) + "\n")
     try:
         out.write_text("".join(lines), encoding="utf-8")
     except OSError as error:

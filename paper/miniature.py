@@ -1,15 +1,17 @@
-"""The paper's figures on the embedded toys: every arm through the scripts themselves, a csv row per run, a picture.
+"""The paper's figures on the embedded toys: every arm by the scripts, a csv row per run, and a picture.
 
     pip install -r paper/requirements.txt
     python paper/miniature.py figure8 --seeds 5
 
-As many runs at a time as there are cores, one thread each. Finished runs stay in runs/miniature and are not run again,
-those of another figure neither, until a script, utils.py or toy/ changes. Written are paper/results/NAME.csv (a row per
-run, with the command that repeats it), NAME_arms.csv (means, intervals, tests) and NAME.png.
+As many runs at a time as there are cores, one thread each. Finished runs stay in runs/miniature and are not
+run again, those of another figure neither, until a script, run.py, utils.py or toy/ changes. Written are
+paper/results/NAME.csv (a row per run, with the command that repeats it), NAME_arms.csv (means, intervals,
+tests) and NAME.png.
 
-The learning rate of an arm is the best of its grid on TUNING_SEEDS, by the reward that its user would see after
-training (figure7: by the accuracy during training). The hidden judge, which made the toys' data and which no run sees,
-is reported beside it. Seeds of tuning and of the report differ; the held-out prompts are the same.
+The learning rate of an arm is the best of its grid on TUNING_SEEDS, by the reward that its user would see
+after training (figure7: by the accuracy during training). The hidden judge, which made the toys' data and
+which no run sees, is reported beside it. Seeds of tuning and of the report differ; the held-out prompts are
+the same.
 """
 
 import csv
@@ -40,14 +42,18 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-import utils  # noqa: E402
 from paper import curves  # noqa: E402
+from run import write  # noqa: E402
 from toy.make import judge_bouquet, judge_shell_game, judge_tale  # noqa: E402
 
-CODE = "dpo_humanline.py kto_humanline.py grpo_humanline.py grpo_math_humanline.py utils.py toy".split()
-TUNING_SEEDS, FIRST_SEED = (1,), 11  # reported are 11, 12, …
+SCRIPTS = ["dpo_humanline.py", "kto_humanline.py", "grpo_humanline.py", "grpo_math_humanline.py"]
+CODE = [*SCRIPTS, "run.py", "utils.py", "toy"]
+TUNING_SEEDS = (1,)
+FIRST_SEED = 11  # reported are 11, 12, …
 # Ends that are results: a prompt's samples differ no more, only those of one prompt do, or training diverged.
-COLLAPSED = r"error: (.*(?:no prompt's rewards differ|the batch has one prompt|the update was not made|not finite).*)"
+COLLAPSED = (
+    r"error: (.*(?:no prompt's rewards differ|the batch has one prompt|the update was not made|not finite).*)"
+)
 
 
 class Arm(NamedTuple):
@@ -58,73 +64,97 @@ class Arm(NamedTuple):
     lrs: tuple[float, ...]  # the grid; a single one is not tuned
 
 
-def arms(panel: str, script: str, lrs: tuple[float, ...], flags: dict[str, str], common: str = "") -> list[Arm]:
+def arms(panel: str, script: str, lrs: tuple, flags: dict[str, str], common: str = "") -> list[Arm]:
     """The arms of a panel. The first is the one that the others are tested against."""
-    return [Arm(panel, name, script, f"{common} {own}".strip(), lrs) for name, own in flags.items()]
+    panel_arms = []
+    for name, own in flags.items():
+        panel_arms.append(Arm(panel, name, script, f"{common} {own}".strip(), lrs))
+    return panel_arms
 
 
-DPO, KTO, GRPO, MATH = (3e-4, 1e-3, 3e-3), (1e-4, 3e-4, 1e-3), (1e-4, 3e-4, 1e-3), (3e-4, 1e-3)
-OFFLINE, WIDE = "--no-humanline", "--no-humanline --epsilon 0.5"  # GRPO's offline arm has the wider clip (Table 3)
+# Grids of learning rates.
+DPO = (3e-4, 1e-3, 3e-3)
+KTO = (1e-4, 3e-4, 1e-3)
+GRPO = (1e-4, 3e-4, 1e-3)
+MATH = (3e-4, 1e-3)
+OFFLINE = "--no-humanline"
+WIDE = "--no-humanline --epsilon 0.5"  # GRPO's offline arm has the wider clip (Table 3)
 ONLINE = "--online --no-humanline"
+MAIN = {"offline + humanline": "", "offline": OFFLINE, "online": ONLINE}
 CURVE = "--eval-every 32 --eval-samples 128"
+NO_CLIP = {"clipping": "", "no clipping": "--clip none"}
 CLIPS = {"clipping": "", "sampling (eq. 5)": "--clip sample", "no clipping": "--clip none"}
-REGION = "--clip none --sync after_step"
+NO_SYNC = CLIPS | {"clipping, no syncing": "--sync none"}
+REGION = {"offline + humanline": "", "trust region": "--clip none --sync after_step"}
 TALES = (
-    "--model toy/tales/policy --reward-model toy/tales/reward_model --dataset toy/tales/preferences_train.jsonl.gz "
-    "--eval-dataset toy/tales/preferences_test.jsonl.gz --generation-batch-size 256 --max-new-tokens 64 "
+    "--model toy/tales/policy --reward-model toy/tales/reward_model "
+    "--dataset toy/tales/preferences_train.jsonl.gz --eval-dataset toy/tales/preferences_test.jsonl.gz "
+    "--generation-batch-size 256 --max-new-tokens 64 "
     "--num-steps 320 --beta 10 --adam-eps 1e-2 --k 16"
 )
-QUARTILE = "--dataset runs/quartiles_toy/quartile{}.jsonl"
 PREPARE = (
-    "python paper/quartiles.py --model toy/bouquets/policy --dataset toy/bouquets/preferences_train.jsonl.gz "
-    "--out runs/quartiles_toy && "
+    "python paper/quartiles.py --model toy/bouquets/policy "
+    "--dataset toy/bouquets/preferences_train.jsonl.gz --out runs/quartiles_toy && "
 )
-
+QUARTERS = {}
+for i in (1, 2, 3, 4):
+    QUARTERS[f"quartile {i}"] = f"--dataset runs/quartiles_toy/quartile{i}.jsonl"
+ROUNDS = {
+    "S=64 + humanline, k=16": "",
+    "S=64 + humanline, k=20": "--k 20",
+    "S=64 + humanline, k=1": "--k 1",
+    "S=64": "--no-humanline",
+    "online, S=1": "--no-humanline --sample-every 1",
+}
+INTERVALS = {"k=1": "--k 1", "k=4": "--k 4", "k=16": "--k 16", "k=32": "", "k=64": "--k 64"}
 BOUNDS = {"[-1.5, 1.5]": ""}
 for low, high in ((-2.0, 1.5), (-1.0, 1.5), (-1.0, 2.0), (-1.0, 3.0)):
     BOUNDS[f"[{low}, {high}]"] = f"--log-epsilon-P {low} --log-epsilon-R {high}"
 
 FIGURES = {
-    "figure1": arms("DPO", "dpo", DPO, {"offline + humanline": "", "offline": OFFLINE, "online": ONLINE})
-    + arms("KTO", "kto", KTO, {"offline + humanline": "", "offline": OFFLINE, "online": ONLINE})
-    + arms("GRPO", "grpo", GRPO, {"offline + humanline": "", "offline": WIDE, "online": ONLINE}),
-    "figure5": arms("GRPO, lr 1e-3", "grpo", (1e-3,), CLIPS | {"clipping, no syncing": "--sync none"})
-    + arms("GRPO, lr 2e-3", "grpo", (2e-3,), CLIPS)
-    + arms("GRPO, lr 4e-3", "grpo", (4e-3,), CLIPS)
-    + arms("KTO, lr 1e-3", "kto", (1e-3,), CLIPS | {"clipping, no syncing": "--sync none"})
-    + arms("KTO, lr 2e-3", "kto", (2e-3,), CLIPS),
-    "figure5_dpo": arms("DPO on tales, lr 3e-4", "dpo", (3e-4,), {"clipping": "", "no clipping": "--clip none"}, TALES)
-    + arms("DPO on tales, lr 1e-3", "dpo", (1e-3,), {"clipping": "", "no clipping": "--clip none"}, TALES),
-    "figure6": arms("DPO", "dpo", (1e-3, 3e-3), {f"quartile {i}": QUARTILE.format(i) for i in (1, 2, 3, 4)}),
-    "figure7": arms(
-        "GRPO",
-        "grpo_math",
-        MATH,
-        {
-            "S=64 + humanline, k=16": "",
-            "S=64 + humanline, k=20": "--k 20",
-            "S=64 + humanline, k=1": "--k 1",
-            "S=64": "--no-humanline",
-            "online, S=1": "--no-humanline --sample-every 1",
-        },
-        CURVE,
-    ),
-    "figure8": arms("GRPO", "grpo", GRPO, {f"k={k}": f"--k {k}" if k != 32 else "" for k in (1, 4, 16, 32, 64)}),
-    "figure10": arms("DPO", "dpo", DPO, {"offline + humanline": "", "trust region": REGION})
-    + arms("GRPO", "grpo", GRPO, {"offline + humanline": "", "trust region": REGION}),
+    "figure1": [
+        *arms("DPO", "dpo", DPO, MAIN),
+        *arms("KTO", "kto", KTO, MAIN),
+        *arms("GRPO", "grpo", GRPO, MAIN | {"offline": WIDE}),
+    ],
+    "figure5": [
+        *arms("GRPO, lr 1e-3", "grpo", (1e-3,), NO_SYNC),
+        *arms("GRPO, lr 2e-3", "grpo", (2e-3,), CLIPS),
+        *arms("GRPO, lr 4e-3", "grpo", (4e-3,), CLIPS),
+        *arms("KTO, lr 1e-3", "kto", (1e-3,), NO_SYNC),
+        *arms("KTO, lr 2e-3", "kto", (2e-3,), CLIPS),
+    ],
+    "figure5_dpo": [
+        *arms("DPO on tales, lr 3e-4", "dpo", (3e-4,), NO_CLIP, TALES),
+        *arms("DPO on tales, lr 1e-3", "dpo", (1e-3,), NO_CLIP, TALES),
+    ],
+    "figure6": arms("DPO", "dpo", (1e-3, 3e-3), QUARTERS),
+    "figure7": arms("GRPO", "grpo_math", MATH, ROUNDS, CURVE),
+    "figure8": arms("GRPO", "grpo", GRPO, INTERVALS),
+    "figure10": [*arms("DPO", "dpo", DPO, REGION), *arms("GRPO", "grpo", GRPO, REGION)],
     "table6": arms("DPO on tales", "dpo", (3e-4, 1e-3), BOUNDS, TALES),
 }
 
 
 def commit(name: str) -> str:
     """The last commit that changed what the runs of a figure compute."""
-    code = CODE + ["paper/quartiles.py"] * (name == "figure6")
-    if subprocess.run(["git", "status", "--porcelain", "--", *code], cwd=ROOT, capture_output=True).stdout:
-        raise SystemExit(f"error: {', '.join(code)}: commit the changes first; a row names the commit that repeats it")
-    found = subprocess.run(["git", "log", "-1", "--format=%h", "--", *code], cwd=ROOT, capture_output=True, text=True)
-    if not found.stdout:
-        raise SystemExit(f"error: {ROOT} is not a git clone; a row names the commit that repeats it")
-    return found.stdout.strip()
+    code = list(CODE)
+    if name == "figure6":
+        code.append("paper/quartiles.py")
+    if git("status", "--porcelain", "--", *code):
+        fail(f"{', '.join(code)}: commit the changes first; a row names the commit that repeats it")
+    found = git("log", "-1", "--format=%h", "--", *code)
+    if not found:
+        fail(f"{ROOT} is not a git clone; a row names the commit that repeats it")
+    return found
+
+
+def git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def fail(message: str):
+    raise SystemExit(f"error: {message}")
 
 
 def command(arm: Arm, lr: float, seed: int) -> str:
@@ -135,12 +165,15 @@ def command(arm: Arm, lr: float, seed: int) -> str:
 
 
 def folder_of(line: str, at: str) -> Path:
-    return ROOT / "runs" / "miniature" / hashlib.sha256(f"{at} {line}".encode()).hexdigest()[:16]
+    digest = hashlib.sha256(f"{at} {line}".encode()).hexdigest()
+    return ROOT / "runs" / "miniature" / digest[:16]
 
 
-def run(line: str, at: str) -> None:
-    """Runs a command of `command` unless it is finished, which `end.json` in its folder says. Both ends of a run count:
-    that it trained, and that it collapsed. Any other error ends the program."""
+def run_once(line: str, at: str):
+    """Runs a command of `command` unless it is finished, which `end.json` in its folder says.
+
+    Both ends of a run count: that it trained, and that it collapsed. Any other error ends the program.
+    """
     folder = folder_of(line, at)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):  # figures share runs
@@ -148,166 +181,277 @@ def run(line: str, at: str) -> None:
             start(line, folder)
 
 
-def start(line: str, folder: Path) -> None:
+def start(line: str, folder: Path):
     shutil.rmtree(folder, ignore_errors=True)
+    *_, training = line.split("&& ")
+    training = f"{training} --output-dir {folder}"
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": path}
-    started, line = time.monotonic(), f"{line.rpartition('&& ')[2]} --output-dir {folder}"
-    done = subprocess.run(line, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True)
-    collapse = re.search(COLLAPSED, done.stderr) if done.returncode else None
-    if done.returncode and not collapse:
-        told = "\n".join(re.findall("error: .*", done.stderr)) or done.stderr
-        raise SystemExit(f"{told}\nerror: exit code {done.returncode}: {line}")
-    end = {"seconds": round(time.monotonic() - started, 1), "failed": collapse[1] if collapse else ""}
-    utils.write(folder / "end.json", json.dumps(end))
+    started = time.monotonic()
+    done = subprocess.run(
+        training,
+        shell=True,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    end = {"seconds": round(time.monotonic() - started, 1), "failed": ""}
+    if done.returncode:
+        collapse = re.search(COLLAPSED, done.stderr)
+        if not collapse:
+            errors = "\n".join(re.findall("error: .*", done.stderr)) or done.stderr
+            raise SystemExit(f"{errors}\nerror: exit code {done.returncode}: {training}")
+        end["failed"] = collapse[1]
+    write(folder / "end.json", json.dumps(end))
 
 
-def run_all(lines: list[str], at: str) -> None:
+def run_all(lines: list[str], at: str):
     lines = list(dict.fromkeys(lines))
-    missing = [line for line in lines if not (folder_of(line, at) / "end.json").exists()]
-    for before in {line.rpartition("&& ")[0] for line in missing} - {""}:
-        subprocess.run([sys.executable, *before.split()[1:]], cwd=ROOT, check=True)
+    preparations = set()
+    for line in lines:
+        before, _, _ = line.rpartition("&& ")
+        if before and not (folder_of(line, at) / "end.json").exists():
+            preparations.add(before)
+    for before in preparations:
+        _, *words = before.split()
+        subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
-            list(tqdm(pool.map(lambda line: run(line, at), lines), total=len(lines), unit="run"))
+            ended = pool.map(lambda line: run_once(line, at), lines)
+            list(tqdm(ended, total=len(lines), unit="run"))
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def judged(script: str, folder: Path, finished: float) -> float:
     """Mean score that the toy's hidden judge gives to the run's last samples."""
-    tales = json.loads((folder / "args.json").read_text())["eval_dataset"].count("toy/tales")
-    judge = judge_shell_game if script == "grpo_math" else judge_tale if tales else judge_bouquet
-    rows = json.loads((folder / "outputs.json").read_text())
-    unfinished = 0 if script == "grpo_math" else 1 - finished  # it costs 1; without </answer> nothing is right
-    return fmean(judge(row["instruction"], row["output"]) for row in rows) - unfinished
+    args = json.loads((folder / "args.json").read_text())
+    if script == "grpo_math":
+        judge = judge_shell_game
+        unfinished = 0  # without </answer> nothing is right
+    else:
+        judge = judge_tale if "toy/tales" in args["eval_dataset"] else judge_bouquet
+        unfinished = 1 - finished  # it costs 1
+    samples = json.loads((folder / "outputs.json").read_text())
+    return fmean(judge(sample["instruction"], sample["output"]) for sample in samples) - unfinished
 
 
 def result(arm: Arm, lr: float, seed: int, at: str) -> dict:
-    """The csv's row of a finished run. clipped: share of tokens outside the bounds, clipped or not, mean over steps;
-    grad_norm_max: the largest gradient norm of a step; curve: mean of the evaluations during training."""
+    """The csv's row of a finished run.
+
+    clipped: share of tokens outside the bounds, clipped or not, mean over steps. grad_norm_max: the largest
+    gradient norm of a step. curve: mean of the evaluations during training.
+    """
     line = command(arm, lr, seed)
     folder = folder_of(line, at)
-    phase = "reported" if seed >= FIRST_SEED else "tuning"
-    row = {"command": line, "seed": seed, "commit": at, "panel": arm.panel, "arm": arm.name, "phase": phase, "lr": lr}
+    row = {
+        "command": line,
+        "seed": seed,
+        "commit": at,
+        "panel": arm.panel,
+        "arm": arm.name,
+        "phase": "reported" if seed >= FIRST_SEED else "tuning",
+        "lr": lr,
+    }
     row |= json.loads((folder / "end.json").read_text())
     if row["failed"]:
         return row
-    row |= {key: mean for key, (mean, _) in json.loads((folder / "summary.json").read_text())["after"].items()}
-    steps = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((folder / "summary.json").read_text())
+    for key, (mean, _) in summary["after"].items():
+        row[key] = mean
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(text) for text in lines]
     row["judge"] = judged(arm.script, folder, row.get("eval/finished", 1.0))
     row["clipped"] = fmean(step["humanline/clipped_low"] + step["humanline/clipped_high"] for step in steps)
     row["grad_norm_max"] = max(step["grad_norm"] for step in steps)
     curve = [step["eval/accuracy"] for step in steps if "eval/accuracy" in step]
-    return row | ({"curve": fmean(curve)} if curve else {})
+    if curve:
+        row["curve"] = fmean(curve)
+    return row
 
 
 def compare(rows: list[dict], metric: str) -> list[dict]:
-    """A row per arm: mean over seeds with its 95% t interval, and Welch's t-test against the first arm of the panel,
-    with Holm's correction over the tests of this metric in this figure. Collapsed runs are counted and left out."""
-    found, tests = {}, []
+    """A row per arm: mean over seeds with its 95% t interval, and Welch's t-test against the panel's first
+    arm.
+
+    Holm's correction is over the tests of this metric in this figure. Collapsed runs are counted and left
+    out.
+    """
+    runs_of = {}  # {(panel, arm): runs}
+    first_of = {}  # {panel: the arm that the others are tested against}
     for row in rows:
         if row["phase"] == "reported":
-            found.setdefault((row["panel"], row["arm"]), []).append(row)
+            runs_of.setdefault((row["panel"], row["arm"]), []).append(row)
+            first_of.setdefault(row["panel"], row["arm"])
     table = []
-    for (panel, name), runs in found.items():
+    tests = []
+    for (panel, name), runs in runs_of.items():
+        first = first_of[panel]
         values = [row[metric] for row in runs if metric in row]
-        first = next(arm for where, arm in found if where == panel)
-        low, high = DescrStatsW(values).tconfint_mean() if len(values) > 1 else (np.nan, np.nan)
-        line = {"panel": panel, "arm": name, "lr": runs[0]["lr"], "metric": metric, "runs": len(runs)}
-        line |= {"collapsed": len(runs) - len(values), "mean": np.mean(values) if values else np.nan, "low": low}
-        line |= {"high": high, "against": "" if name == first else first}
-        base = [row[metric] for row in found[panel, first] if metric in row]
+        base = [row[metric] for row in runs_of[panel, first] if metric in row]
+        low = high = np.nan
+        if len(values) > 1:
+            low, high = DescrStatsW(values).tconfint_mean()
+        line = {
+            "panel": panel,
+            "arm": name,
+            "lr": runs[0]["lr"],
+            "metric": metric,
+            "runs": len(runs),
+            "collapsed": len(runs) - len(values),
+            "mean": np.mean(values) if values else np.nan,
+            "low": low,
+            "high": high,
+            "against": "" if name == first else first,
+        }
         if name != first and len(values) > 1 and len(base) > 1:
             line["difference"] = np.mean(values) - np.mean(base)
             p = ttest_ind(values, base, equal_var=False).pvalue
             line["p"] = np.nan_to_num(p, nan=1.0)  # the same without variance
             tests.append(line)
         table.append(line)
-    for line, p in zip(tests, multipletests([line["p"] for line in tests], method="holm")[1] if tests else []):
-        line["p_holm"] = p
+    if tests:
+        _, corrected, *_ = multipletests([line["p"] for line in tests], method="holm")
+        for line, p in zip(tests, corrected):
+            line["p_holm"] = p
     return table
 
 
-def write_csv(path: Path, rows: list[dict]) -> None:
+def write_csv(path: Path, rows: list[dict]):
     path.parent.mkdir(parents=True, exist_ok=True)
+    columns = {}  # in the order in which rows bring them
+    for row in rows:
+        columns |= row
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+        writer = csv.DictWriter(file, list(columns))
         writer.writeheader()
         writer.writerows(rows)
 
 
-def plot(path: Path, rows: list[dict], table: list[dict], folders: dict[str, list]) -> None:
-    """Points are runs, bars 95% intervals of the mean over seeds; the p of the first metric stands beside the arm. With
-    `folders`, {arm: its runs}, there are learning curves too."""
-    panels, metrics = (list(dict.fromkeys(line[key] for line in table)) for key in ("panel", "metric"))
-    tall = 1 + 0.42 * max(sum(line["panel"] == panel for line in table) for panel in panels)
-    count = len(panels) + bool(folders)
-    size = (1 + 3.4 * count, max(tall, 3.5 * bool(folders)))
+def plot(path: Path, rows: list[dict], table: list[dict], folders: dict[str, list]):
+    """Points are runs, bars 95% intervals of the mean over seeds; the first metric's p stands beside the arm.
+
+    With `folders`, {arm: its runs}, there are learning curves too.
+    """
+    panels = {}  # {panel: its lines of the table}
+    for line in table:
+        panels.setdefault(line["panel"], []).append(line)
+    metrics = list(dict.fromkeys(line["metric"] for line in table))
+    count = len(panels)
+    height = 1 + 0.42 * max(len(lines) for lines in panels.values())
+    if folders:
+        count += 1
+        height = max(height, 3.5)
+    size = (1 + 3.4 * count, height)
     figure, axes = plt.subplots(1, count, figsize=size, layout="constrained", squeeze=False)
     if folders:
         curves.draw(axes[0, -1], folders, metrics[0])
         axes[0, -1].legend(fontsize=6)
-    for ax, panel in zip(axes[0], panels):
-        names = list(dict.fromkeys(line["arm"] for line in table if line["panel"] == panel))
-        labels = dict.fromkeys(names, "")
-        for line in (line for line in table if line["panel"] == panel):
-            second, color = metrics.index(line["metric"]), f"C{metrics.index(line['metric'])}"
-            at = names.index(line["arm"]) + 0.3 * second
-            runs = [row for row in rows if (row["panel"], row["arm"]) == (panel, line["arm"])]
-            values = [row[line["metric"]] for row in runs if row["phase"] == "reported" and line["metric"] in row]
-            ax.plot(values, [at] * len(values), "o", color=color, alpha=0.3, markersize=3)
-            label = line["metric"] if at == 0.3 * second else None
-            bar = [[line["mean"] - line["low"]], [line["high"] - line["mean"]]]
-            ax.errorbar([line["mean"]], [at], xerr=bar, fmt="s", color=color, capsize=3, markersize=4, label=label)
-            if not second:
-                p = f"\np = {line['p_holm']:.2g}" if "p_holm" in line else ""
-                gone = f", {line['collapsed']} of {line['runs']} collapsed" if line["collapsed"] else ""
-                labels[line["arm"]] = f"{line['arm']}\nlr {line['lr']:g}{gone}{p}"
-        ax.set_yticks(range(len(names)), labels.values(), fontsize=7)
-        ax.set(title=panel, ylim=(len(names) - 0.4, -0.4))
-        ax.grid(axis="x", alpha=0.3)
+    for ax, (panel, lines) in zip(axes[0], panels.items()):
+        plot_panel(ax, panel, lines, metrics, rows)
     axes[0, 0].legend(fontsize=7)
     figure.savefig(path, dpi=110)
+
+
+def plot_panel(ax, panel: str, lines: list[dict], metrics: list[str], rows: list[dict]):
+    labels = {}  # of the arms
+    for line in lines:
+        labels.setdefault(line["arm"], "")
+    names = list(labels)
+    for line in lines:
+        arm, metric = line["arm"], line["metric"]
+        number = metrics.index(metric)
+        color = f"C{number}"
+        height = names.index(arm) + 0.3 * number
+        values = []
+        for row in rows:
+            if (row["panel"], row["arm"], row["phase"]) == (panel, arm, "reported") and metric in row:
+                values.append(row[metric])
+        ax.plot(values, [height] * len(values), "o", color=color, alpha=0.3, markersize=3)
+        legend = metric if arm == names[0] else None  # once
+        ax.errorbar(
+            [line["mean"]],
+            [height],
+            xerr=[[line["mean"] - line["low"]], [line["high"] - line["mean"]]],
+            fmt="s",
+            color=color,
+            capsize=3,
+            markersize=4,
+            label=legend,
+        )
+        if number == 0:
+            labels[arm] = arm_label(line)
+    ax.set_yticks(range(len(names)), labels.values(), fontsize=7)
+    ax.set(title=panel, ylim=(len(names) - 0.4, -0.4))
+    ax.grid(axis="x", alpha=0.3)
+
+
+def arm_label(line: dict) -> str:
+    label = f"{line['arm']}\nlr {line['lr']:g}"
+    if line["collapsed"]:
+        label += f", {line['collapsed']} of {line['runs']} collapsed"
+    if "p_holm" in line:
+        label += f"\np = {line['p_holm']:.2g}"
+    return label
 
 
 def main(
     name: Annotated[Literal[tuple(FIGURES)], tyro.conf.Positional],
     seeds: int = 5,
-) -> None:
+):
     """Args:
     name: the figure or table.
     seeds: reported runs of an arm.
     """
     if seeds < 1:
-        raise SystemExit(f"error: --seeds is {seeds}; it must be at least 1, and 2 for intervals and tests")
+        fail(f"--seeds is {seeds}; it must be at least 1, and 2 for intervals and tests")
     at = commit(name)
-    tuned = [arm for arm in FIGURES[name] if len(arm.lrs) > 1]
-    grid = [(arm, lr, seed) for arm in tuned for lr in arm.lrs for seed in TUNING_SEEDS]
-    run_all([command(*one) for one in grid], at)
-    rows = [result(*one, at) for one in grid]
-    metric = "eval/accuracy" if name == "figure7" else "eval/reward"
-    tuned_by = "curve" if name == "figure7" else metric  # two rates may both end near 1
-    best = {arm: arm.lrs[0] for arm in FIGURES[name]}
-    for arm in tuned:
-        scores = [(row.get(tuned_by, -np.inf), row["lr"]) for (other, *_), row in zip(grid, rows) if other is arm]
-        best[arm] = max(scores)[1]
-    reported = [(arm, lr, seed) for arm, lr in best.items() for seed in range(FIRST_SEED, FIRST_SEED + seeds)]
-    run_all([command(*one) for one in reported], at)
-    rows += [result(*one, at) for one in reported]
+    tuned_by = "eval/reward"
+    shown = ["eval/reward", "judge"]
+    metrics = [*shown, "clipped", "grad_norm_max"]
+    if name == "figure7":
+        tuned_by = "curve"  # two rates may both end near 1
+        shown = ["eval/accuracy", "judge"]
+        metrics = [*shown, "clipped", "grad_norm_max", "curve"]
+
+    grid = []
+    for arm in FIGURES[name]:
+        if len(arm.lrs) > 1:
+            grid += [(arm, lr, seed) for lr in arm.lrs for seed in TUNING_SEEDS]
+    rows = run_rows(grid, at)
+    best = {}
+    for arm in FIGURES[name]:
+        scores = []
+        for (other, lr, _), row in zip(grid, rows):
+            if other is arm:
+                scores.append((row.get(tuned_by, -np.inf), lr))
+        best[arm] = max(scores)[1] if scores else arm.lrs[0]
+    reported = []
+    for arm, lr in best.items():
+        reported += [(arm, lr, seed) for seed in range(FIRST_SEED, FIRST_SEED + seeds)]
+    rows += run_rows(reported, at)
     if commit(name) != at:
-        raise SystemExit(f"error: the code was changed and committed during the runs; go back to {at}, or start again")
-    shown = [metric, "judge"]
-    metrics = [*shown, "clipped", "grad_norm_max", *["curve"] * (name == "figure7")]
-    table = [line for key in metrics for line in compare(rows, key)]
+        fail(f"the code was changed and committed during the runs; go back to {at}, or start again")
+
+    table = []
+    for key in metrics:
+        table += compare(rows, key)
     results = ROOT / "paper" / "results"
     write_csv(results / f"{name}.csv", rows)
     write_csv(results / f"{name}_arms.csv", table)
     folders = {}
-    for row in rows * (name == "figure7"):
-        if row["phase"] == "reported" and "curve" in row:
-            folders.setdefault(row["arm"], []).append(folder_of(row["command"], at))
+    if name == "figure7":
+        for row in rows:
+            if row["phase"] == "reported" and "curve" in row:
+                folders.setdefault(row["arm"], []).append(folder_of(row["command"], at))
     plot(results / f"{name}.png", rows, [line for line in table if line["metric"] in shown], folders)
+
+
+def run_rows(runs: list[tuple], at: str) -> list[dict]:
+    """The csv's rows of (arm, learning rate, seed), all of which are run first if need be."""
+    run_all([command(*one) for one in runs], at)
+    return [result(*one, at) for one in runs]
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@ r"""A page of completions in which every token has the colour of its log π_θ/�
 
     python grpo_humanline.py --engine hf --lr 2e-3 --seed 11 --checkpoint-every 32 --keep-checkpoints 0 \
         --output-dir runs/tokens
-    python paper/tokens.py runs/tokens --step 224 --rows 3 --out tokens.html  # docs/tokens.png is a picture of it
+    python paper/tokens.py runs/tokens --step 224 --rows 3 --out tokens.html  # docs/tokens.png shows it
 
-Policy and reference are those that the checkpoint holds, so what is struck out is what the next step would do without.
-Right after a sync the two are nearly equal: every k steps, a checkpoint has the largest log-ratios. Shown are the first
-held-out pairs; without any, the sampled groups that wait in the checkpoint (online, math), or the training data.
-The page is one file and loads nothing. With --no-humanline, or --clip other than clip, nothing is struck out.
+Policy and reference are those that the checkpoint holds, so what is struck out is what the next step would do
+without. Right after a sync the two are nearly equal: every k steps, a checkpoint has the largest log-ratios.
+Shown are the first held-out pairs; without any, the sampled groups that wait in the checkpoint (online,
+math), or the training data. The page is one file and loads nothing. With --no-humanline, or --clip other than
+clip, nothing is struck out.
 """
 
 import html
@@ -17,7 +18,6 @@ import math
 import sys
 from pathlib import Path
 
-import pyarrow.parquet
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -26,11 +26,14 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import utils  # noqa: E402
+from run import exit_on_error, fail, find_checkpoints  # noqa: E402
 
-ORANGE, BLUE = (230, 97, 1), (75, 143, 214)  # black text can be read on both, and eyes that mix red and green tell them
+# Black text can be read on both, and eyes that mix red and green can tell them apart.
+ORANGE = (230, 97, 1)
+BLUE = (75, 143, 214)
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2rem auto; max-width: 72rem;
-  padding: 0 1.5rem; color-scheme: light }
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2rem auto;
+  max-width: 72rem; padding: 0 1.5rem; color-scheme: light }
 h1 { font-size: 1.35rem; margin: 0 0 .3rem } p { margin: .3rem 0; max-width: 60rem } code { font-size: .92em }
 .legend { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 3rem; margin: 1rem 0 1.4rem;
   font-size: .9rem; line-height: 2.1; align-items: end }
@@ -40,8 +43,9 @@ section { border-top: 1px solid #ccc; padding: .8rem 0 1rem } .prompt { color: #
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem 2.5rem } .pair > div { min-width: 0 }
 h2 { font-size: .85rem; font-weight: 600; margin: .5rem 0 .3rem } h2 span { font-weight: 400; color: #555 }
 .tokens { line-height: 2.15 }
-.t { font: 15px ui-monospace, "DejaVu Sans Mono", monospace; padding: .18em .3em; margin: 0 1px; border-radius: 3px;
-  white-space: pre-wrap; overflow-wrap: anywhere; box-decoration-break: clone; -webkit-box-decoration-break: clone }
+.t { font: 15px ui-monospace, "DejaVu Sans Mono", monospace; padding: .18em .3em; margin: 0 1px;
+  border-radius: 3px; white-space: pre-wrap; overflow-wrap: anywhere; box-decoration-break: clone;
+  -webkit-box-decoration-break: clone }
 .cut { text-decoration: line-through 2px; box-shadow: inset 0 0 0 2px #1a1a1a }
 .eps { border-bottom: 3px dotted #1a1a1a }
 """
@@ -51,21 +55,23 @@ def open_run(run: Path) -> tuple:
     """The script of a run, its flags, and a process group for its functions."""
     try:
         saved = json.loads((run / "args.json").read_text())
-        assert saved["script"].endswith("_humanline"), f"a run of {saved['script']}"
-        script = importlib.import_module(saved.pop("script"))
+        name = saved.pop("script")
+        if not name.endswith("_humanline"):
+            raise ValueError(f"a run of {name}")
+        script = importlib.import_module(name)
         args = script.Args(**saved)
     except Exception as error:
         raise SystemExit(f"error: {run}: no run is here ({type(error).__name__}: {error})") from None
     args.shard_size = 0  # over the ranks that are here
-    return script, args, script.setup()
+    return script, args, script.setup(args)
 
 
 def load_models(script, args, config, checkpoint: Path, device) -> tuple:
     """Policy and reference of a checkpoint, in the run's dtypes."""
     reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
-    policy, reference = script.load_models(args, config, getattr(torch, args.dtype), reference_dtype, device)
+    policy, reference = script.load_models(args, config, reference_dtype, device)
     models = {"policy": policy.eval(), "reference": reference}
-    with script.blame(f"{checkpoint} is damaged, or another model's", BaseException):
+    with exit_on_error(f"{checkpoint} is damaged, or another model's", BaseException):
         weights = {name: dcp_state.get_model_state_dict(model) for name, model in models.items()}
         dcp.load(weights, checkpoint_id=checkpoint)
         for name, model in models.items():
@@ -73,135 +79,210 @@ def load_models(script, args, config, checkpoint: Path, device) -> tuple:
     return policy, reference
 
 
-def load_examples(script, args, tokens, checkpoint: Path) -> tuple[list[tuple], str]:
+def load_examples(script, args, tokens, checkpoint: Path, state: dict) -> tuple[list[tuple], str]:
     """Groups of completions, the best first, and where they are from."""
-    has_pairs, sizes = not hasattr(args, "sample_every"), range(1000)
+    has_pairs = not hasattr(args, "sample_every")
+    sizes = range(1000)  # numbers of completions that a row may have
     if has_pairs and args.eval_dataset:
-        groups = script.load_groups(args, "--eval-dataset", args.eval_dataset, args.eval_split, tokens, sizes, {})
-        if groups := [group for group in groups if group[0].completion_ids]:
+        groups, _ = script.load_groups(
+            args, "--eval-dataset", args.eval_dataset, args.eval_split, tokens, sizes
+        )
+        groups = [group for group in groups if group[0].completion_ids]
+        if groups:
             return groups, "held-out data"
-    rows = pyarrow.parquet.read_table(checkpoint / "pool.parquet").to_pylist()
-    if rows:
-        return [tuple(utils.Example(**x) for x in row["group"]) for row in rows], "samples that wait to be trained on"
+    if state["pool"]:
+        groups = []
+        for group in state["pool"]:
+            groups.append(tuple(utils.Example(*values) for values in group))
+        return groups, "samples that wait to be trained on"
     if has_pairs and not args.online:
-        return script.load_groups(
-            args, "--dataset", args.dataset, args.dataset_split, tokens, sizes, {}
-        ), "training data"
-    script.fail(f"{checkpoint} has no samples left and the run holds out no pairs: name a --step within a round")
+        groups, _ = script.load_groups(args, "--dataset", args.dataset, args.dataset_split, tokens, sizes)
+        return groups, "training data"
+    fail(f"{checkpoint} has no samples left and the run holds out no pairs: name a --step within a round")
 
 
 @torch.no_grad()
 def score(script, args, models: tuple, group: tuple, tokens, device) -> list[list[dict]]:
-    """For every completion of a group its tokens: text, id, log-probs in nats under policy and reference, log-ratio,
-    whether it is outside humanline's bounds (cut), whether GRPO's clip to 1 ± ε takes its ratio's gradient (eps), and
-    whether without humanline clipping it would have one (alone)."""
+    """The tokens of every completion of a group: text, id, log-probs under policy and reference, log-ratio.
+
+    cut: it is outside humanline's bounds. eps: GRPO's clip to 1 ± ε takes its ratio's gradient. alone:
+    without humanline clipping it would have one.
+    """
     input_ids, mask = utils.pad_batch(group, tokens.pad_id, device)  # (B, T)
     temperature = args.temperature if hasattr(args, "sample_every") else 1.0
     logps, ref_logps = (utils.token_logps(model, input_ids, mask, temperature).double() for model in models)
-    log_ratio = clipped = logps - ref_logps
+    log_ratio = logps - ref_logps
+    clipped = log_ratio
     if args.humanline and args.clip == "clip":
         clipped = log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)
-    cut, eps = clipped != log_ratio, torch.zeros_like(mask, dtype=torch.bool)
+    cut = clipped != log_ratio
+    eps = torch.zeros_like(cut)
     alone = cut
     if hasattr(script, "grpo_loss"):
         advantages = logps.new_tensor(script.group_advantages([x.reward for x in group]))
-        eps = script.grpo_loss(clipped, log_ratio, advantages, args.beta, args.epsilon)[-1]
+        *_, eps = script.grpo_loss(clipped, log_ratio, advantages, args.beta, args.epsilon)
         alone = cut & ~eps & (advantages != 0)[:, None]
-    columns = [input_ids, logps, ref_logps, log_ratio, clipped, cut, eps, alone]
-    names, found = ("id", "logp", "ref_logp", "log_ratio", "clipped", "cut", "eps", "alone"), []
-    for row in range(len(group)):
-        values = zip(*(column[row][mask[row].bool()].tolist() for column in columns))
-        found.append([dict(zip(names, value)) | {"text": show(tokens.tokenizer, value[0])} for value in values])
-    return found
+    columns = {
+        "id": input_ids,
+        "logp": logps,
+        "ref_logp": ref_logps,
+        "log_ratio": log_ratio,
+        "clipped": clipped,
+        "cut": cut,
+        "eps": eps,
+        "alone": alone,
+    }
+    completions = []
+    for row, inside in enumerate(mask.bool()):
+        lists = [column[row][inside].tolist() for column in columns.values()]
+        completion = [dict(zip(columns, values)) for values in zip(*lists)]
+        for token in completion:
+            token["text"] = show(tokens.tokenizer, token["id"])
+        completions.append(completion)
+    return completions
 
 
 def show(tokenizer, token: int) -> str:
     """A token's text, line breaks seen; its name if it is a part of a character, or nothing."""
     text = tokenizer.decode([token])
-    text = text if text and "�" not in text else tokenizer.convert_ids_to_tokens(token)
+    if not text or "\N{REPLACEMENT CHARACTER}" in text:
+        text = tokenizer.convert_ids_to_tokens(token)
     return text.replace("\n", "⏎\n")
 
 
 def colour(log_ratio: float, scale: float) -> str:
     """From orange (-scale nats and below) by white (0) to blue (scale and above)."""
     share = min(1.0, abs(log_ratio) / scale)
-    return "#" + "".join(f"{round(255 + share * (c - 255)):02x}" for c in (ORANGE if log_ratio < 0 else BLUE))
+    end = ORANGE if log_ratio < 0 else BLUE
+    code = "#"
+    for channel in end:
+        code += f"{round(255 + share * (channel - 255)):02x}"
+    return code
 
 
-def completion_html(title: str, found: list[dict], scale: float) -> str:
+def completion_html(title: str, completion: list[dict], scale: float) -> str:
     spans = []
-    for token in found:
-        logp, ref_logp, log_ratio = token["logp"], token["ref_logp"], token["log_ratio"]
-        told = f"log π_θ {logp:.4f}, log π_ref {ref_logp:.4f}, log-ratio {log_ratio:+.4f} nats"
-        told += f", id {token['id']}" + ", humanline clips it" * token["cut"] + ", 1 ± ε clips it" * token["eps"]
-        kind = "t" + " cut" * token["cut"] + " eps" * token["eps"]
-        style = f"background:{colour(log_ratio, scale)}"
-        spans.append(f'<span class="{kind}" style="{style}" title="{told}">{html.escape(token["text"])}</span>')
-    total, clipped = (sum(token[key] for token in found) for key in ("log_ratio", "clipped"))
-    told = f"Σ log-ratio {total:+.2f} nats" + f", clipped {clipped:+.2f}" * (clipped != total)
-    return f'<div><h2>{title} <span>{told}</span></h2><div class="tokens">{"<wbr>".join(spans)}</div></div>'
+    for token in completion:
+        numbers = f"log π_θ {token['logp']:.4f}, log π_ref {token['ref_logp']:.4f}, "
+        numbers += f"log-ratio {token['log_ratio']:+.4f} nats, id {token['id']}"
+        kind = "t"
+        if token["cut"]:
+            numbers += ", humanline clips it"
+            kind += " cut"
+        if token["eps"]:
+            numbers += ", 1 ± ε clips it"
+            kind += " eps"
+        style = f"background:{colour(token['log_ratio'], scale)}"
+        text = html.escape(token["text"])
+        spans.append(f'<span class="{kind}" style="{style}" title="{numbers}">{text}</span>')
+    total = sum(token["log_ratio"] for token in completion)
+    clipped = sum(token["clipped"] for token in completion)
+    sums = f"Σ log-ratio {total:+.2f} nats"
+    if clipped != total:
+        sums += f", clipped {clipped:+.2f}"
+    heading = f"<h2>{title} <span>{sums}</span></h2>"
+    return f'<div>{heading}<div class="tokens">{"<wbr>".join(spans)}</div></div>'
 
 
-def group_html(script, args, tokens, group: tuple, found: list, scale: float) -> str:
+def group_html(script, args, tokens, group: tuple, completions: list, scale: float) -> str:
     """A section: the prompt, its completions side by side, and the margin of pairs."""
-    prompt, titles = html.escape(tokens.tokenizer.decode(group[0].prompt_ids)), ["chosen", "rejected"]
-    if hasattr(script, "group_advantages"):
-        advantages = script.group_advantages([x.reward for x in group])
-        names = titles if len(group) == 2 else ["sample"] * len(group)
-        titles = [f"{name}, A = {A:+.2f}" for name, A in zip(names, advantages)]
-    elif len(group) == 1:
-        titles = ["desirable" if group[0].reward > 0 else "undesirable"]
-    parts = "".join(completion_html(title, part, scale) for title, part in zip(titles, found))
+    prompt = html.escape(tokens.tokenizer.decode(group[0].prompt_ids))
+    parts = []
+    for title, completion in zip(group_titles(script, group), completions):
+        parts.append(completion_html(title, completion, scale))
     margin = ""
-    if len(found) == 2:
-        raw, clipped = (
-            sum(x[key] for x in found[0]) - sum(x[key] for x in found[1]) for key in ("log_ratio", "clipped")
-        )
-        margin = f"<p class=prompt>margin, chosen − rejected: <b>{raw:+.2f} nats</b>"
-        margin += f", clipped {clipped:+.2f}" * (clipped != raw)
-        if not hasattr(script, "grpo_loss"):
-            margin += f"; reward margin, β = {args.beta:g} times that: {args.beta * clipped:+.2f}"
-        margin += "</p>"
-    return f"<section><div class=prompt><code>{prompt}</code></div><div class=pair>{parts}</div>{margin}</section>"
+    if len(completions) == 2:
+        margin = margin_html(script, args, *completions)
+    columns = f"<div class=pair>{''.join(parts)}</div>"
+    return f"<section><div class=prompt><code>{prompt}</code></div>{columns}{margin}</section>"
 
 
-def page(script, args, state: dict, name: str, source: str, tokens, groups: list, found: list) -> str:
+def group_titles(script, group: tuple) -> list[str]:
+    names = ["chosen", "rejected"]
+    if not hasattr(script, "group_advantages"):
+        if len(group) == 1:
+            names = ["desirable" if group[0].reward > 0 else "undesirable"]
+        return names
+    if len(group) != 2:
+        names = ["sample"] * len(group)
+    advantages = script.group_advantages([x.reward for x in group])
+    return [f"{name}, A = {A:+.2f}" for name, A in zip(names, advantages)]
+
+
+def margin_html(script, args, chosen: list[dict], rejected: list[dict]) -> str:
+    margins = {}
+    for key in ("log_ratio", "clipped"):
+        margins[key] = sum(x[key] for x in chosen) - sum(x[key] for x in rejected)
+    raw, clipped = margins["log_ratio"], margins["clipped"]
+    text = f"margin, chosen − rejected: <b>{raw:+.2f} nats</b>"
+    if clipped != raw:
+        text += f", clipped {clipped:+.2f}"
+    if not hasattr(script, "grpo_loss"):
+        text += f"; reward margin, β = {args.beta:g} times that: {args.beta * clipped:+.2f}"
+    return f"<p class=prompt>{text}</p>"
+
+
+def page(script, args, state: dict, name: str, source: str, tokens, groups: list, scored: list) -> str:
     scale = max(-args.log_epsilon_P, args.log_epsilon_R)
-    scale = scale if scale < 20 else 1.5  # bounds that are off
-    every = [token for group in found for part in group for token in part]
+    if scale >= 20:  # bounds that are off
+        scale = 1.5
     gradient = f"linear-gradient(90deg, {colour(-scale, scale)}, #fff, {colour(scale, scale)})"
-    ticks = "".join(f"<span>{scale * i / 2:+.3g}</span>" for i in (-2, -1, 0, 1, 2)).replace("+0<", "0<")
-    marks = "this run does not clip: nothing is struck out"
-    if args.humanline and args.clip == "clip":
-        share = sum(token["cut"] for token in every) / len(every)
-        marks = f'<span class="t cut">token</span> outside [{args.log_epsilon_P:g}, {args.log_epsilon_R:g}]: '
-        marks += f"humanline clipping removes its gradient ({share:.1%} here"
-        if hasattr(script, "grpo_loss"):
-            alone = sum(token["alone"] for token in every) / len(every)
-            marks += f", {alone:.1%} it alone"
-        marks += ")"
-    about = f"<code>{Path(script.__file__).name}</code>, seed {args.seed}, after {state['step']} optimizer steps; "
-    about += f"the reference is the policy after {state['last_sync']}"
-    about += f" (k = {args.k})." if args.humanline and args.sync != "none" else "."
-    about += f" The first {len(groups)} of the {source}. Hover over a token for its log-probs."
-    if hasattr(script, "grpo_loss"):
-        share = sum(token["eps"] for token in every) / len(every)
-        marks += f'<br><span class="t eps">token</span> the clip to 1 ± {args.epsilon:g} removes its gradient '
-        marks += f"({share:.1%})"
-        about += " No clip touches the KL penalty."
-    sections = "\n".join(group_html(script, args, tokens, *both, scale) for both in zip(groups, found))
+    ticks = "<span>{:+.3g}</span><span>{:+.3g}</span><span>0</span><span>{:+.3g}</span><span>{:+.3g}</span>"
+    ticks = ticks.format(-scale, -scale / 2, scale / 2, scale)
+    sections = []
+    for group, completions in zip(groups, scored):
+        sections.append(group_html(script, args, tokens, group, completions, scale))
+    sections = "\n".join(sections)
     return f"""<!DOCTYPE html>
-<html lang="en"><meta charset="utf-8"><title>{html.escape(name)}: log-ratios of tokens</title><style>{STYLE}</style>
+<html lang="en"><meta charset="utf-8"><title>{html.escape(name)}: log-ratios of tokens</title>
+<style>{STYLE}</style>
 <h1>The log-ratio of every token, log π<sub>θ</sub>/π<sub>ref</sub></h1>
-<p>{about}</p>
+<p>{about_html(script, args, state, source, len(groups))}</p>
 <div class="legend"><div><div class="bar" style="background:{gradient}"></div><div class="ticks">{ticks}</div>
-nats; orange: less likely than under the reference</div><div>{marks}</div></div>
+nats; orange: less likely than under the reference</div><div>{marks_html(script, args, scored)}</div></div>
 {sections}
 </html>
 """
 
 
-def main(run: tyro.conf.Positional[Path], step: int = 0, rows: int = 12, out: Path = Path("tokens.html")) -> None:
+def about_html(script, args, state: dict, source: str, count: int) -> str:
+    file = Path(script.__file__).name
+    text = f"<code>{file}</code>, seed {args.seed}, after {state['step']} optimizer steps; "
+    text += f"the reference is the policy after {state['last_sync']}"
+    if args.humanline and args.sync != "none":
+        text += f" (k = {args.k})"
+    text += f". The first {count} of the {source}. Hover over a token for its log-probs."
+    if hasattr(script, "grpo_loss"):
+        text += " No clip touches the KL penalty."
+    return text
+
+
+def marks_html(script, args, scored: list) -> str:
+    """What the marks mean, and on how many of the tokens they are."""
+    every = []
+    for completions in scored:
+        for completion in completions:
+            every += completion
+
+    def share(mark: str) -> str:
+        return f"{sum(token[mark] for token in every) / len(every):.1%}"
+
+    marks = "this run does not clip: nothing is struck out"
+    if args.humanline and args.clip == "clip":
+        marks = f'<span class="t cut">token</span> outside [{args.log_epsilon_P:g}, {args.log_epsilon_R:g}]: '
+        marks += f"humanline clipping removes its gradient ({share('cut')} here"
+        if hasattr(script, "grpo_loss"):
+            marks += f", {share('alone')} it alone"
+        marks += ")"
+    if hasattr(script, "grpo_loss"):
+        marks += (
+            f'<br><span class="t eps">token</span> the clip to 1 ± {args.epsilon:g} removes its gradient '
+        )
+        marks += f"({share('eps')})"
+    return marks
+
+
+def main(run: tyro.conf.Positional[Path], step: int = 0, rows: int = 12, out: Path = Path("tokens.html")):
     """Writes the page.
 
     Args:
@@ -211,27 +292,33 @@ def main(run: tyro.conf.Positional[Path], step: int = 0, rows: int = 12, out: Pa
         out: The page.
     """
     script, args, (rank, _, device) = open_run(run)
-    checkpoints = script.find_checkpoints(run / "checkpoints")
+    checkpoints = find_checkpoints(run / "checkpoints")
     if not checkpoints:
-        script.fail(f"{run} has no checkpoints: run it with --checkpoint-every")
-    checkpoint = run / "checkpoints" / f"step-{step}" if step else checkpoints[0]
+        fail(f"{run} has no checkpoints: run it with --checkpoint-every")
+    checkpoint = checkpoints[0]
+    if step:
+        checkpoint = run / "checkpoints" / f"step-{step}"
     if checkpoint not in checkpoints:
         known = ", ".join(path.name[5:] for path in reversed(checkpoints))
-        script.fail(f"--step {step}: the checkpoints of {run} are {known}; keep more with --keep-checkpoints 0")
+        fail(f"--step {step}: the checkpoints of {run} are {known}; keep more with --keep-checkpoints 0")
     if rows < 1:
-        script.fail(f"--rows is {rows}; it must be at least 1")
-    with script.blame(f"{checkpoint} is damaged"):
+        fail(f"--rows is {rows}; it must be at least 1")
+    with exit_on_error(f"{checkpoint} is damaged"):
         state = json.loads((checkpoint / "state.json").read_text())
     config, _, tokens = script.load_config(args)
-    groups, source = load_examples(script, args, tokens, checkpoint)
+    groups, source = load_examples(script, args, tokens, checkpoint, state)
     groups = groups[:rows]
     models = load_models(script, args, config, checkpoint, device)
-    found = [score(script, args, models, group, tokens, device) for group in groups]
-    if not all(math.isfinite(token["log_ratio"]) for group in found for part in group for token in part):
-        script.fail(f"{checkpoint}: log-probs are not finite")
+    scored = []
+    for group in groups:
+        completions = score(script, args, models, group, tokens, device)
+        for completion in completions:
+            if not all(math.isfinite(token["log_ratio"]) for token in completion):
+                fail(f"{checkpoint}: log-probs are not finite")
+        scored.append(completions)
     if rank == 0:
-        text = page(script, args, state, run.resolve().name, source, tokens, groups, found)
-        with script.blame(f"--out {out}", OSError):
+        text = page(script, args, state, run.resolve().name, source, tokens, groups, scored)
+        with exit_on_error(f"--out {out}", OSError):
             out.write_text(text, encoding="utf-8")
         print(f"wrote {out}")
     dist.destroy_process_group()

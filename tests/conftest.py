@@ -22,16 +22,30 @@ TOY = ROOT / "toy" / "bouquets"
 PAIRS = str(ROOT / "tests" / "pairs.jsonl")  # the first 128 pairs of the toy, for short runs
 SCRIPTS = ["dpo_humanline", "kto_humanline", "grpo_humanline"]
 sys.path.insert(0, str(ROOT))
-os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}  # before torch; for the ranks too
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for the ranks too
+os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
 os.environ["PYTHONUNBUFFERED"] = "1"  # what a rank prints stands in its order
 
 
-# A rank binds its port a while after it was chosen, so none may be one that the system hands out meanwhile (they begin
-# at 32768), or another pytest process chooses.
-SLOT = int(os.environ.get("PYTEST_XDIST_WORKER", f"gw{os.getpid()}").removeprefix("gw")) % 10 + 10 * bool(
-    find_spec("vllm")
-)
-PORTS = itertools.count(12_000 + 1_000 * SLOT)
+# A rank binds its port a while after it was chosen, so none may be one that the system hands out meanwhile
+# (they begin at 32768), or another pytest process chooses.
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", f"gw{os.getpid()}").removeprefix("gw")) % 10
+FIRST_PORT = 22_000 if find_spec("vllm") else 12_000
+PORTS = itertools.count(FIRST_PORT + 1_000 * WORKER)
+
+
+def parse_args(script, flags: list[str]):
+    """Args of an imported script, from flags as in a shell."""
+    import run
+
+    return run.parse_args(
+        script.Args,
+        file=script.__file__,
+        doc=script.__doc__,
+        toy=script.TOY,
+        toy_online=getattr(script, "TOY_ONLINE", None),
+        flags=flags,
+    )
 
 
 def free_port() -> int:
@@ -43,20 +57,21 @@ def free_port() -> int:
 
 @cache
 def context():
-    """Ranks are forks of a server that has imported the scripts once: imports take ten times as long as a short run.
+    """Ranks are forks of a server that has imported the scripts once: imports take ten times a short run.
     CUDA and vLLM do not survive a fork; where they are, every rank is a new interpreter."""
     import torch
 
     if find_spec("vllm") or torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([*SCRIPTS, "math_verify", "start_worker", "transformers.models.llama.modeling_llama"])
+    modules = ["math_verify", "conftest", "transformers.models.llama.modeling_llama"]
+    server.set_forkserver_preload([*SCRIPTS, *modules])
     return server
 
 
 @pytest.fixture(scope="session", autouse=True)
 def server():
-    """Starts it before a test starts a fork server of its own, which would be the only one and lack the imports."""
+    """Starts it before a test starts a fork server of its own, which would lack the imports."""
     if context().get_start_method() == "forkserver":
         multiprocessing.forkserver.ensure_running()
 
@@ -94,7 +109,8 @@ def finish(processes, timeout=280) -> list[str]:
         process.join()
         outputs.append(Path(process.name).read_text())
         Path(process.name).unlink()
-    assert not late, f"ranks {late} took more than {timeout} s:\n" + "\n".join(output[-3000:] for output in outputs)
+    ends = "\n".join(output[-3000:] for output in outputs)
+    assert not late, f"ranks {late} took more than {timeout} s:\n{ends}"
     return outputs
 
 
@@ -122,12 +138,10 @@ def metrics(folder: Path, without_perf: bool = False) -> list[dict]:
 
 def read_pool(checkpoint: Path) -> list[tuple]:
     """The groups that wait in a checkpoint."""
-    import pyarrow.parquet
-
     from utils import Example
 
-    rows = pyarrow.parquet.read_table(checkpoint / "pool.parquet").to_pylist()
-    return [tuple(Example(**example) for example in row["group"]) for row in rows]
+    state = json.loads((checkpoint / "state.json").read_text())
+    return [tuple(Example(*values) for values in group) for group in state["pool"]]
 
 
 @pytest.fixture(scope="module")

@@ -18,14 +18,17 @@ if __name__ == "__main__":
     ((model, path),) = json.loads(sys.argv[1])
     os.environ["MASTER_PORT"] = str(json.loads(os.environ["PORTS"])[0])
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    dist.init_process_group("gloo", store=None if world > 1 else dist.HashStore(), rank=rank, world_size=world)
+    store = None if world > 1 else dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     policy = fully_shard(AutoModelForCausalLM.from_pretrained(model), reshard_after_forward=True)
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = [json.loads(line)["prompt"] for line in gzip.open(TOY / "prompts_test.jsonl.gz", "rt")][:64]
     prompts = [encode_prompt(tokenizer, [{"role": "user", "content": row}]) for row in rows]
 
-    args = SimpleNamespace(model=model, vllm_memory=0.3, trust_remote_code=False, max_new_tokens=12, top_p=0.95)
-    args.generation_batch_size, tokens = 256, tokens_of(tokenizer, {tokenizer.eos_token_id})
+    args = SimpleNamespace(model=model, trust_remote_code=False, vllm_memory=0.3, generation_batch_size=256)
+    args.max_new_tokens = 12
+    args.top_p = 0.95
+    tokens = tokens_of(tokenizer, {tokenizer.eos_token_id})
     vllm, hf = (
         start_engine(SimpleNamespace(**vars(args), engine=name), torch.float32, torch.device("cpu"), 32)
         for name in ("vllm", "hf")

@@ -1,4 +1,4 @@
-"""One process: runs benchmark/memory.py for each argument list, with --json; models of a preset get two layers."""
+"""One process: runs benchmark/memory.py for each argument list, with --json; presets get two layers."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""worker.py, except that rank 0 ends itself with SIGKILL in the n-th call of a function; KILL is "function n"."""
+"""worker.py, except that rank 0 ends itself with SIGKILL in call n of a function; KILL is "function n"."""
 
 import importlib
 import os
@@ -7,11 +7,19 @@ import signal
 import sys
 from pathlib import Path
 
+import run
+
 if __name__ == "__main__":
     name, count = os.environ["KILL"].split()
     script = importlib.import_module(os.environ["SCRIPT"])
-    owner = script.dcp if name == "save" else script if hasattr(script, name) else script.utils
-    original, calls = getattr(owner, name), []
+    if name == "save":
+        owner = run.dcp
+    elif hasattr(script, name):
+        owner = script
+    else:
+        owner = script.utils
+    original = getattr(owner, name)
+    calls = []
 
     def fatal(*arguments, **keywords):
         calls.append(name)

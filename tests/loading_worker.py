@@ -1,4 +1,4 @@
-"""One rank: loads models with the script, and compares them with transformers' own, or measures the memory it takes."""
+"""One rank: loads models with the script, and compares them with transformers' own, or measures memory."""
 
 import json
 import os
@@ -8,14 +8,28 @@ import time
 
 import torch
 import torch.distributed as dist
+from conftest import parse_args
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import dpo_humanline as script
 
 
-def load(folder: str, dtype: torch.dtype, compute_dtype: torch.dtype):
-    args = script.parse_args(["--model", folder, "--dataset", "none.jsonl"])
-    return script.load_models(args, AutoConfig.from_pretrained(folder), compute_dtype, dtype, torch.device("cpu"))
+def parse(folder: str, dtype: str):
+    return parse_args(script, ["--model", folder, "--dataset", "none.jsonl", "--dtype", dtype])
+
+
+def load(folder: str, dtype: str):
+    """Policy and reference; the reference has the dtype in which both compute."""
+    args = parse(folder, dtype)
+    config = AutoConfig.from_pretrained(folder)
+    return script.load_models(args, config, getattr(torch, dtype), torch.device("cpu"))
+
+
+def logits(model, input_ids):
+    options = {}
+    if model.config._attn_implementation == "packed":
+        options["sequence_lengths"] = [input_ids.shape[1]]  # every row is one sequence
+    return model(input_ids, **options).logits
 
 
 @torch.no_grad()
@@ -24,10 +38,11 @@ def compare(folder: str) -> None:
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     if getattr(plain.config, "attn_logit_softcapping", None):
         plain.set_attn_implementation("eager")
-    policy, reference = load(folder, torch.float32, torch.float32)
+    policy, reference = load(folder, "float32")
     input_ids = torch.randint(0, plain.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
     assert {p.dtype for p in [*policy.parameters(), *reference.parameters()]} == {torch.float32}
-    assert policy.training and not reference.training and not any(p.requires_grad for p in reference.parameters())
+    assert policy.training and not reference.training
+    assert not any(p.requires_grad for p in reference.parameters())
     for factor in (1.0, 1.25):
         for parameter in plain.parameters():
             parameter.mul_(factor)
@@ -35,19 +50,19 @@ def compare(folder: str) -> None:
             parameter.to_local().mul_(factor)
         script.sync_reference(reference, policy)
         wanted = plain(input_ids).logits
-        assert torch.equal(policy.eval()(input_ids).logits, wanted), f"policy {folder} {factor}"
-        assert torch.equal(reference(input_ids).logits, wanted), f"reference {folder} {factor}"
+        assert torch.equal(logits(policy.eval(), input_ids), wanted), f"policy {folder} {factor}"
+        assert torch.equal(logits(reference, input_ids), wanted), f"reference {folder} {factor}"
         policy.train()
-    half, reference = load(folder, torch.bfloat16, torch.bfloat16)
+    half, reference = load(folder, "bfloat16")
     assert {p.dtype for p in half.parameters()} == {torch.float32}
     assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
-    assert torch.equal(half.eval()(input_ids).logits, reference(input_ids).logits)
+    assert torch.equal(logits(half.eval(), input_ids), logits(reference, input_ids))
 
 
 def memory(folder: str) -> None:
-    """Prints the peak of the summed memory of all ranks while they load, in bytes beyond what they had before."""
+    """Prints the peak of the summed memory of all ranks while they load, in bytes beyond what they had."""
     pids, peak, done = [None] * dist.get_world_size(), 0, threading.Event()
-    load(f"{folder}-small", torch.float32, torch.float32)  # imports, and what is allocated once
+    load(f"{folder}-small", "float32")  # imports, and what is allocated once
     dist.all_gather_object(pids, os.getpid())
 
     def proportional_set_size() -> int:
@@ -64,7 +79,7 @@ def memory(folder: str) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         threading.Thread(target=watch).start()
-    models = load(folder, torch.float32, torch.float32)
+    models = load(folder, "float32")
     dist.barrier()
     done.set()
     print(json.dumps({"peak": peak - before, "parameters": sum(p.numel() for p in models[0].parameters())}))
@@ -73,6 +88,6 @@ def memory(folder: str) -> None:
 if __name__ == "__main__":
     for port, (task, folder) in zip(json.loads(os.environ["PORTS"]), json.loads(sys.argv[1])):
         os.environ["MASTER_PORT"] = str(port)
-        script.setup()
+        script.setup(parse(folder, "float32"))
         {"compare": compare, "memory": memory}[task](folder)
         dist.destroy_process_group()

@@ -1,7 +1,8 @@
 """One rank that runs dpo_humanline.main for real and notes, at every step, what policy and reference are.
 
-It wraps three functions of the script: the record is taken inside the step, before the policy's forward pass, with
-additional no-grad forward passes through both models (which is what used to leave a root unit gathered and stale).
+It wraps three functions of the script: the record is taken inside the step, before the policy's forward pass,
+with additional no-grad forward passes through both models. They would leave a root unit gathered and stale if
+it were not resharded.
 """
 
 import hashlib
@@ -12,19 +13,22 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from conftest import parse_args
 from torch.distributed.tensor.debug import CommDebugMode
 
 import dpo_humanline
 import utils
 from utils import Example, pad_batch, token_logps
 
-PROBE = pad_batch(
-    [Example(1, "", [1, 7, 2], [9, 10, 11, 5]), Example(2, "", [1, 8, 2], [20, 21, 5])], 0, torch.device("cpu")
-)
+EXAMPLES = [Example(1, "", [1, 7, 2], [9, 10, 11, 5]), Example(2, "", [1, 8, 2], [20, 21, 5])]
+PROBE = pad_batch(EXAMPLES, 0, torch.device("cpu"))
 
 
 def digest(tensors) -> str:
-    return hashlib.sha256(b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
+    content = hashlib.sha256()
+    for tensor in tensors:
+        content.update(tensor.detach().contiguous().numpy().tobytes())
+    return content.hexdigest()
 
 
 def weights(model) -> str:
@@ -34,8 +38,8 @@ def weights(model) -> str:
 def watch(record: list) -> None:
     models, early, passes = {}, [], []
 
-    def load_models(*how):
-        models.update(zip(("policy", "reference"), LOAD_MODELS(*how)))
+    def load_models(*arguments):
+        models.update(zip(("policy", "reference"), LOAD_MODELS(*arguments)))
         return tuple(models.values())
 
     def recording_token_logps(model, input_ids, mask, *rest):
@@ -64,8 +68,9 @@ def watch(record: list) -> None:
         record[-1]["syncs"] += 1
         record[-1]["sync_collectives"] += communication.get_total_counts()
 
-    seen = vars(utils) | {"token_logps": recording_token_logps}  # by the loop alone, not by what utils itself calls
-    dpo_humanline.utils, dpo_humanline.sync_reference = SimpleNamespace(**seen), counting_sync
+    # For the loop alone, not for what utils itself calls.
+    dpo_humanline.utils = SimpleNamespace(**vars(utils) | {"token_logps": recording_token_logps})
+    dpo_humanline.sync_reference = counting_sync
     dpo_humanline.load_models = load_models
 
 
@@ -73,7 +78,8 @@ if __name__ == "__main__":
     SYNC, LOAD_MODELS = dpo_humanline.sync_reference, dpo_humanline.load_models
     for port, arguments in zip(json.loads(os.environ["PORTS"]), json.loads(sys.argv[1])):
         os.environ["MASTER_PORT"] = str(port)
-        args, steps = dpo_humanline.parse_args(arguments), []
+        args = parse_args(dpo_humanline, arguments)
+        steps = []
         watch(steps)
         dpo_humanline.main(args)
         if os.environ.get("RANK", "0") == "0":

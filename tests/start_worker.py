@@ -1,4 +1,4 @@
-"""What a rank does first: it takes an environment, an output file and arguments of its own, then runs a worker."""
+"""What a rank does first: it takes an environment, an output file and arguments, then runs a worker."""
 
 import atexit
 import os
@@ -16,4 +16,5 @@ def start_worker(worker: str, arguments: str, environment: dict, output: str) ->
     try:
         runpy.run_path(worker, run_name="__main__")
     finally:
-        atexit._run_exitfuncs()  # a fork leaves without them, and waits for ever for what they would have ended
+        # A fork leaves without them, and waits for ever for what they would have ended.
+        atexit._run_exitfuncs()

@@ -1,4 +1,4 @@
-"""alpaca_eval reads our outputs and our annotator's configuration, with a stand-in for the judge that it would pay."""
+"""alpaca_eval reads our outputs and our annotator's configuration, with a stand-in for the paid judge."""
 
 import json
 import math
@@ -16,7 +16,9 @@ from conftest import PAIRS, ROOT, TOY, run_ranks
 
 constants = pytest.importorskip("alpaca_eval.constants")
 WORDS = "queen clerk baker nurse pilot judge tailor farmer".split()  # of the toy's prompts, or unknown to it
-REFERENCE = [{"instruction": f"for {word}\n", "output": "aster", "generator": "gpt4_1106_preview"} for word in WORDS]
+REFERENCE = [
+    {"instruction": f"for {word}\n", "output": "aster", "generator": "gpt4_1106_preview"} for word in WORDS
+]
 
 
 class Judge(BaseHTTPRequestHandler):
@@ -71,7 +73,8 @@ def test_the_command_judges_every_output_with_our_annotator_and_the_packages_pro
     (run / "client.yaml").write_text(json.dumps({"default": [client]}))
     command = [sys.executable, "-m", "alpaca_eval.main", "evaluate", "--model_outputs", "mine/outputs.json"]
     command += ["--reference_outputs", "ref.json", "--annotators_config", str(run / "judge" / "gpt41")]
-    command += ["--fn_metric", "get_winrate", "--sort_by", "win_rate"]  # the length-controlled one needs the Hub
+    # The length-controlled win rate needs the Hub.
+    command += ["--fn_metric", "get_winrate", "--sort_by", "win_rate"]
     environment = os.environ | {"OPENAI_CLIENT_CONFIG_PATH": str(run / "client.yaml")}
     try:
         done = subprocess.run(command, cwd=run, env=environment, capture_output=True, text=True, timeout=200)
@@ -92,15 +95,23 @@ def test_the_command_judges_every_output_with_our_annotator_and_the_packages_pro
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of scikit-learn
 def test_a_missing_row_gives_the_later_ones_the_difficulty_of_another_instruction(tmp_path, monkeypatch):
-    """Why all 805 are needed: alpaca_eval's own regression on made-up preferences, as docs/alpaca_eval.md tells it."""
+    """Why all 805 are needed: alpaca_eval's own regression on made-up preferences (docs/alpaca_eval.md)."""
     from alpaca_eval.metrics import glm_winrate
 
     rng, sigmoid = np.random.default_rng(0), lambda x: 1 / (1 + np.exp(-x))
     difficulty, baselines = rng.normal(0, 1, 805), []
     for shift in (-1, 1):  # the two models that are in the file on the Hub: concise and verbose
         length = rng.normal(shift, 1, 805)
-        columns = {"model": "gamed", "index": range(805), "preference": sigmoid(np.tanh(length) + 0.5 * difficulty)}
-        columns |= {"std_delta_len": length, "instruction_difficulty": difficulty, "not_gamed_baseline": False}
+        columns = {
+            "model": "gamed",
+            "index": range(805),
+            "preference": sigmoid(np.tanh(length) + 0.5 * difficulty),
+        }
+        columns |= {
+            "std_delta_len": length,
+            "instruction_difficulty": difficulty,
+            "not_gamed_baseline": False,
+        }
         baselines.append(pd.DataFrame(columns))
     pd.concat(baselines).to_csv(tmp_path / "df_gamed.csv", index=False)
     monkeypatch.setattr(glm_winrate, "hf_hub_download", lambda **_: tmp_path / "df_gamed.csv")

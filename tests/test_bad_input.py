@@ -17,7 +17,7 @@ import datasets
 import huggingface_hub
 import pytest
 import torch.distributed as dist
-from conftest import PAIRS, ROOT, SCRIPTS, TOY
+from conftest import PAIRS, ROOT, SCRIPTS, TOY, parse_args
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, GPT2Config
 
@@ -31,7 +31,6 @@ RANGES = {  # flags with values out of range
     "--lr": (0, -1e-3, "nan", "inf"),
     "--warmup-fraction": (-0.1, 1.1, "nan"),
     "--batch-size": (0, -2),
-    "--micro-batch-size": (-1,),
     "--micro-batch-tokens": (-1,),
     "--num-steps": (0,),
     "--max-length": (0,),
@@ -58,11 +57,16 @@ RANGES = {  # flags with values out of range
 }
 OWN_RANGES = {
     "dpo_humanline": {"--beta": (0, -0.1, "nan", "inf")},
-    "kto_humanline": {"--beta": (0, -0.1, "nan", "inf"), "--lambda-D": (0, "nan"), "--lambda-U": (0, -1, "inf")},
+    "kto_humanline": {
+        "--beta": (0, -0.1, "nan", "inf"),
+        "--lambda-D": (0, "nan"),
+        "--lambda-U": (0, -1, "inf"),
+    },
     "grpo_humanline": {"--beta": (-0.1, "nan", "inf"), "--epsilon": (0, "nan", "inf"), "--group-size": (-1,)},
 }
 ROWS = [
-    {"prompt": f"for {who}", "chosen": "rose iris", "rejected": "holly"} for who in ("king", "queen", "duke", "boy")
+    {"prompt": f"for {who}", "chosen": "rose iris", "rejected": "holly"}
+    for who in ("king", "queen", "duke", "boy")
 ]
 USER = {"role": "user", "content": "for king"}
 ROSE, IRIS = ({"role": "assistant", "content": flower} for flower in ("rose", "iris"))
@@ -85,7 +89,7 @@ def pair(script) -> int:
 def main(script, *arguments) -> None:
     """The script in this process; its process group is gone afterwards."""
     try:
-        script.main(script.parse_args([str(argument) for argument in arguments]))
+        script.main(parse_args(script, [str(argument) for argument in arguments]))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -140,15 +144,16 @@ def dataset(tmp_path):
 
 @pytest.fixture
 def message(capsys, script):
-    """Runs the script with exactly these arguments; it must fail, and this is the one line that it says then."""
+    """Runs the script with exactly these arguments; it must fail, and this is the one line that it says."""
 
     def run(*arguments) -> str:
         with pytest.raises(SystemExit) as stop:
             main(script, *arguments)
         assert stop.value.code == 1
         del stop  # its frames hold the lock of the folder, as the process would
-        run.told, said = capsys.readouterr()
-        assert (start := re.search("(^|\r)error: ", said, re.MULTILINE)), said  # no progress bar stands before it
+        said = capsys.readouterr().err
+        start = re.search("(^|\r)error: ", said, re.MULTILINE)  # no progress bar stands before it
+        assert start, said
         text = said[start.end() :]
         assert text.strip() and text.count("\n") == 1 and text.endswith("\n")
         return text
@@ -171,7 +176,7 @@ def refused(message, pair, weightless, good, tmp_path):
     return run
 
 
-# --- data ----------------------------------------------------------------------------------------------------------
+# --- data ---
 
 
 @pytest.mark.parametrize("flag", ["--dataset", "--eval-dataset"])
@@ -195,7 +200,8 @@ def test_folder_or_text_file_in_place_of_data_is_refused(refused, dataset, tmp_p
 
 @pytest.mark.parametrize(
     "name, content",
-    [("e.json", ""), ("e.jsonl", ""), ("e.jsonl.gz", ""), ("e.parquet", ""), ("e.jsonl", "\n\n"), ("e.json", "[]")],
+    [(f"e.{kind}", "") for kind in ("json", "jsonl", "jsonl.gz", "parquet")]
+    + [("e.jsonl", "\n\n"), ("e.json", "[]")],
 )
 def test_empty_file_is_called_empty(refused, dataset, name, content):
     path = dataset(content, name)
@@ -209,7 +215,8 @@ def test_broken_json_names_file_and_line(refused, dataset, name):
 
 
 def test_broken_json_array_names_file_and_line(refused, dataset):
-    path = dataset("[\n" + ",\n".join(lines(row).strip() for row in ROWS) + ',\n{"prompt" "for king"}\n]\n', "b.json")
+    rows = ",\n".join(lines(row).strip() for row in ROWS)
+    path = dataset(f'[\n{rows},\n{{"prompt" "for king"}}\n]\n', "b.json")
     assert re.match(rf"--dataset {path}: .*delimiter: line 6 column 11", refused("--dataset", path))
 
 
@@ -248,7 +255,8 @@ def test_damaged_file_is_named_and_not_called_bad_json(refused, tmp_path, name, 
 )
 def test_missing_column_is_named_with_the_columns_there_are(refused, dataset, flag, row):
     path = dataset(lines(row, row))
-    assert re.match(rf"{flag} {path}, line 1: it needs .*; the columns are {', '.join(row)}\n", refused(flag, path))
+    told = rf"{flag} {path}, line 1: it needs .*; the columns are {', '.join(row)}\n"
+    assert re.match(told, refused(flag, path))
 
 
 @pytest.mark.parametrize("flag", ["--dataset", "--eval-dataset"])
@@ -290,7 +298,8 @@ def test_content_or_role_that_is_not_a_string_names_the_line(refused, dataset, c
 
 def test_one_message_in_place_of_a_list_says_that_it_must_be_one(refused, dataset):
     path = dataset(lines(*ROWS, {"prompt": "for king", "chosen": ROSE, "rejected": IRIS}))
-    assert f"--dataset {path}, line 5: a message must have a role and a content that are" in refused("--dataset", path)
+    told = f"--dataset {path}, line 5: a message must have a role and a content that are"
+    assert told in refused("--dataset", path)
 
 
 @pytest.mark.parametrize("prompt", ["for king", [USER]])
@@ -302,20 +311,25 @@ def test_a_completion_that_repeats_its_prompt_names_its_line(refused, dataset, p
 def test_columns_of_sharegpt_and_of_an_implicit_prompt_are_named(refused, dataset):
     turns = [{"from": "human", "value": "for king"}, {"from": "gpt", "value": "rose"}]
     assert "the columns are conversations\n" in refused("--dataset", dataset(lines({"conversations": turns})))
-    texts = {"chosen": "\n\nHuman: for king\n\nAssistant: rose", "rejected": "\n\nHuman: for king\n\nAssistant: iris"}
+    texts = {
+        "chosen": "\n\nHuman: for king\n\nAssistant: rose",
+        "rejected": "\n\nHuman: for king\n\nAssistant: iris",
+    }
     assert "the columns are chosen, rejected\n" in refused("--dataset", dataset(lines(texts)))
 
 
 def test_one_number_among_strings_names_its_line(refused, dataset):
     path = dataset(lines(*ROWS, ROWS[0] | {"chosen": 5}))
-    assert f"--dataset {path}, line 5: a message must have a role and a content that are" in refused("--dataset", path)
+    told = f"--dataset {path}, line 5: a message must have a role and a content that are"
+    assert told in refused("--dataset", path)
 
 
 def test_no_row_left_says_how_many_were_dropped_and_why(refused, dataset):
     rows = [ROWS[0] | {"rejected": "rose iris"}, ROWS[0] | {"chosen": " "}, ROWS[0] | {"rejected": ""}]
     text = refused("--dataset", dataset(lines(*rows)))
     assert "0 rows, 3 dropped" in text and "none is left" in text
-    assert "; 1 chosen equals rejected: lines 1; 2 completion empty or not one assistant message: lines 2, 3;" in text
+    assert "; 1 chosen equals rejected: lines 1; " in text
+    assert "; 2 completion empty or not one assistant message: lines 2, 3;" in text
 
 
 def test_conversation_without_a_chat_template_names_the_flag(refused, dataset, tmp_path):
@@ -343,18 +357,21 @@ def test_batch_with_half_a_pair_is_refused(refused):
 @grpo_alone
 @pytest.mark.parametrize("size", [1, 3])
 def test_group_size_that_the_data_does_not_have_is_refused(refused, size):
-    assert refused("--group-size", size, "--batch-size", 6).startswith(f"--group-size {size} must be 2 or more")
+    text = refused("--group-size", size, "--batch-size", 6)
+    assert text.startswith(f"--group-size {size} must be 2 or more")
 
 
 @grpo_alone
 def test_groups_whose_scores_are_all_equal_leave_nothing_to_train_on(refused, dataset):
-    path = dataset(lines({"prompt": "for king", "completions": ["rose", "iris", "holly"], "scores": [1, 1, 1]}) * 4)
+    row = {"prompt": "for king", "completions": ["rose", "iris", "holly"], "scores": [1, 1, 1]}
+    path = dataset(lines(row) * 4)
     assert f"--dataset {path}" in refused("--model", TOY / "policy", "--dataset", path, "--group-size", 2)
 
 
 def test_lengths_too_small_for_anything_say_what_was_dropped(refused):
     text = refused("--max-prompt-length", 1, "--max-length", 2)
-    assert "; 4 prompt empty or longer than 1 tokens (--max-prompt-length): lines 1, 2, 3, 4; none is left" in text
+    reason = "prompt empty or longer than 1 tokens (--max-prompt-length)"
+    assert f"; 4 {reason}: lines 1, 2, 3, 4; none is left" in text
 
 
 @pytest.mark.parametrize("room", [-1, 0])
@@ -368,7 +385,7 @@ def test_prompts_that_leave_no_room_for_a_completion_are_dropped_and_counted(ref
     assert refused("--max-length", length + 1).startswith("--model ")  # one token of room: all rows are kept
 
 
-# --- flags ---------------------------------------------------------------------------------------------------------
+# --- flags ---
 
 
 @pytest.mark.parametrize("flag, values", RANGES.items())
@@ -398,7 +415,7 @@ def test_batch_that_ranks_do_not_divide_says_so(refused, script, monkeypatch, wo
     monkeypatch.setenv("WORLD_SIZE", str(world))
     told = f"{world} ranks must be a multiple of --shard-size, and a batch of {batch} of them\n"
     assert refused("--batch-size", batch) == told
-    script.check_flags(script.Args(dataset="any", micro_batch_size=5), 3 * world)
+    script.check_flags(script.Args(dataset="any", micro_batch_tokens=5), 3 * world)
 
 
 def test_ranks_that_are_no_whole_number_of_shards_are_refused(refused, script, monkeypatch):
@@ -417,7 +434,7 @@ def test_mistyped_flag_is_refused(script, capsys):
     assert stop.value.code != 0 and "--lerning-rate" in capsys.readouterr().err
 
 
-# --- model, tokenizer ----------------------------------------------------------------------------------------------
+# --- model, tokenizer ---
 
 
 @pytest.mark.parametrize("flag", ["--model", "--reward-model"])
@@ -478,20 +495,13 @@ def test_reward_model_with_several_outputs_is_refused(refused, good, tmp_path):
     config = AutoConfig.from_pretrained(TOY / "reward_model")
     config.num_labels = 3
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "judge")
-    shutil.copytree(
-        TOY / "policy", tmp_path / "judge", dirs_exist_ok=True, ignore=lambda *_: ["config.json", "model.safetensors"]
-    )
+    AutoTokenizer.from_pretrained(TOY / "policy").save_pretrained(tmp_path / "judge")
     evaluated = ("--eval-dataset", good, "--eval-samples", 2)
     text = refused("--model", TOY / "policy", *evaluated, "--reward-model", tmp_path / "judge")
     assert f"--reward-model {tmp_path / 'judge'}" in text and "3 outputs" in text
 
 
-def test_min_avg_logp_that_leaves_too_little_says_how_many(message, refused):
-    assert "0 rows are left, and a batch takes 2" in refused("--model", TOY / "policy", "--min-avg-logp", 0)
-    assert "; 4 rows below --min-avg-logp dropped" in message.told
-
-
-# --- output folder, resume -----------------------------------------------------------------------------------------
+# --- output folder, resume ---
 
 
 @pytest.fixture(scope="module")
@@ -539,10 +549,11 @@ def test_resume_of_a_folder_with_broken_args_is_refused(message, tmp_path, text)
 def test_output_dir_that_is_a_file_is_refused(refused, good):
     for path in (good, good / "run", "/dev/null/run"):
         text = refused("--output-dir", path)
-        assert text.startswith(f"--output-dir {path} (does another process use it?): ") and "Not a directory" in text
+        assert text.startswith(f"--output-dir {path} (does another process use it?): ")
+        assert "Not a directory" in text
 
 
-# --- a loss that is not finite -------------------------------------------------------------------------------------
+# --- a loss that is not finite ---
 
 
 def spoil(folder, parameter, row=slice(None)):
@@ -554,7 +565,7 @@ def spoil(folder, parameter, row=slice(None)):
     return folder
 
 
-def test_non_finite_loss_names_step_and_row_and_the_last_checkpoint_still_resumes(message, pair, dataset, tmp_path):
+def test_non_finite_loss_names_step_and_row_and_the_last_checkpoint_resumes(message, pair, dataset, tmp_path):
     tokenizer, folder = AutoTokenizer.from_pretrained(TOY / "policy"), tmp_path / "run"
     nettle = tokenizer.convert_tokens_to_ids("nettle")
     model = spoil(tmp_path / "model", "model.embed_tokens.weight", nettle)
@@ -569,7 +580,8 @@ def test_non_finite_loss_names_step_and_row_and_the_last_checkpoint_still_resume
     assert step > 0 and "the update was not made: look at rows [9] of --dataset" in text
     metrics = (folder / "metrics.jsonl").read_bytes()
     assert [json.loads(line)["step"] for line in metrics.splitlines()] == list(range(step))
-    assert {path.name for path in (folder / "checkpoints").iterdir()} == {f"step-{n + 1}" for n in range(step)}
+    names = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert names == {f"step-{n + 1}" for n in range(step)}
     assert not (folder / "final").exists()
     checkpoints = contents(folder / "checkpoints")
     assert message("--resume", folder).startswith(f"step {step}: loss nan")
@@ -587,7 +599,8 @@ def test_learning_rate_that_blows_up_names_step_and_rows(message, pair, good, tm
 def test_model_that_gives_nan_is_refused_before_it_trains(message, pair, good, tmp_path, samples):
     model = spoil(tmp_path / "model", "lm_head.weight")
     arguments = ["--model", model, "--dataset", good, "--eval-dataset", good, "--batch-size", 2 * pair]
-    arguments += ["--num-steps", 2, "--eval-samples", samples, "--max-new-tokens", 4, "--output-dir", tmp_path / "run"]
+    arguments += ["--num-steps", 2, "--eval-samples", samples, "--max-new-tokens", 4]
+    arguments += ["--output-dir", tmp_path / "run"]
     text = message(*arguments)
     assert text.startswith("evaluation: ") and DIVERGED in text
 
@@ -595,9 +608,11 @@ def test_model_that_gives_nan_is_refused_before_it_trains(message, pair, good, t
 @dpo_alone
 @pytest.mark.parametrize(("steps", "samples"), [(1, 0), (1, 4), (3, 0)])
 def test_a_run_that_diverges_says_so_and_the_checkpoint_before_it_stays(message, tmp_path, steps, samples):
-    arguments = ["--model", TOY / "policy", "--dataset", PAIRS, "--eval-dataset", PAIRS, "--batch-size", 4, "--k", 9]
+    arguments = ["--model", TOY / "policy", "--dataset", PAIRS, "--eval-dataset", PAIRS]
+    arguments += ["--batch-size", 4, "--k", 9]
     arguments += ["--dtype", "float32", "--num-steps", steps, "--lr", 1e10, "--max-new-tokens", 4]
-    text = message(*arguments, "--checkpoint-every", 1, "--eval-samples", samples, "--output-dir", tmp_path / "run")
+    arguments += ["--checkpoint-every", 1, "--eval-samples", samples, "--output-dir", tmp_path / "run"]
+    text = message(*arguments)
     assert DIVERGED in text if steps == 1 else "the update was not made" in text
     assert (tmp_path / "run" / "checkpoints" / "step-1" / "state.json").exists()
 
@@ -606,8 +621,10 @@ def test_a_run_that_diverges_says_so_and_the_checkpoint_before_it_stays(message,
 def test_a_policy_that_cannot_be_sampled_says_that_it_diverged(message, pair, good, tmp_path):
     model = spoil(tmp_path / "model", "lm_head.weight")
     (tmp_path / "prompts.jsonl").write_text(lines(*({"prompt": row["prompt"]} for row in ROWS)))
-    arguments = ["--model", model, "--dataset", good, "--eval-dataset", tmp_path / "prompts.jsonl", "--eval-samples", 4]
-    text = message(*arguments, "--batch-size", 2 * pair, "--max-new-tokens", 4, "--output-dir", tmp_path / "run")
+    arguments = ["--model", model, "--dataset", good, "--eval-dataset", tmp_path / "prompts.jsonl"]
+    arguments += ["--eval-samples", 4]
+    arguments += ["--batch-size", 2 * pair, "--max-new-tokens", 4, "--output-dir", tmp_path / "run"]
+    text = message(*arguments)
     assert text.startswith("evaluation: the policy's ") and DIVERGED in text
 
 
@@ -621,7 +638,8 @@ def test_a_mistake_in_a_loss_that_was_changed_has_its_traceback(script, pair, go
 
 @dpo_alone
 def test_a_judge_with_too_few_positions_is_named(message, pair, good, tmp_path):
-    config = GPT2Config(vocab_size=64, n_positions=4, n_embd=8, n_layer=1, n_head=1, num_labels=1, pad_token_id=0)
+    sizes = {"vocab_size": 64, "n_positions": 4, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    config = GPT2Config(**sizes, num_labels=1, pad_token_id=0)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "judge")
     AutoTokenizer.from_pretrained(TOY / "policy").save_pretrained(tmp_path / "judge")
     arguments = ["--model", TOY / "policy", "--dataset", good, "--eval-dataset", good, "--eval-samples", 4]
@@ -630,7 +648,7 @@ def test_a_judge_with_too_few_positions_is_named(message, pair, good, tmp_path):
     assert text.startswith(f"evaluation: --reward-model {tmp_path / 'judge'}: ")
 
 
-# --- as a command --------------------------------------------------------------------------------------------------
+# --- as a command ---
 
 
 @pytest.mark.parametrize(

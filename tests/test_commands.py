@@ -7,14 +7,20 @@ import shlex
 from dataclasses import asdict
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, parse_args
 from torch.distributed.run import parse_args as parse_torchrun
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 STAND_INS = {"N": "2", "FLAGS": ""}  # what a reader replaces
 
 TABLE_1 = {"k": 1, "log_epsilon_P": -1.5, "log_epsilon_R": 1.5, "temperature": 0.7, "top_p": 0.95}
-TABLE_1 |= {"num_steps": 312, "adam_eps": 1e-5, "weight_decay": 1e-2, "warmup_fraction": 0.1, "max_new_tokens": 2048}
+TABLE_1 |= {
+    "num_steps": 312,
+    "adam_eps": 1e-5,
+    "weight_decay": 1e-2,
+    "warmup_fraction": 0.1,
+    "max_new_tokens": 2048,
+}
 TABLE_1 |= {"round_prompts": 1024, "samples_per_prompt": 8, "reward_threshold": 0.01}
 
 # Table 3: learning rate, β, maximal gradient norm, and λ_D or ε; by script, online, humanline.
@@ -35,8 +41,10 @@ TABLE_3 = {
 
 
 def starts_of_scripts(text: str) -> list[list[str]]:
-    """The words of every command in shell `text` that starts a *_humanline.py. Arrays, NAME=(…), and the first value of
-    loops are put in, stand-ins replaced, and continued lines joined."""
+    """The words of every command in shell `text` that starts a *_humanline.py.
+
+    Arrays, NAME=(…), and the first value of loops are put in, stand-ins replaced, and continued lines joined.
+    """
     names = {}
     text = text.replace("\\\n", " ")
     for name, value in re.findall(r"^(\w+)=\(([^)]*)\)", text, re.MULTILINE):
@@ -60,8 +68,13 @@ def starts_of_scripts(text: str) -> list[list[str]]:
             else:
                 commands.append(command[command[:1] == ["do"] :])
                 command = []
-    wanted = [[word for word in command if word] for command in commands]
-    return [c for c in wanted if c[:1] in (["torchrun"], ["python"]) and any(w.endswith("_humanline.py") for w in c)]
+    starts = []
+    for command in commands:
+        words = [word for word in command if word]
+        names_script = any(word.endswith("_humanline.py") for word in words)
+        if names_script and words[0] in ("torchrun", "python"):
+            starts.append(words)
+    return starts
 
 
 def commands_of(page) -> list[tuple[str, list[str]]]:
@@ -69,7 +82,9 @@ def commands_of(page) -> list[tuple[str, list[str]]]:
     text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    blocks += [code for code in re.findall(r"`([^`\n]+)`", prose) if code.startswith(("torchrun ", "python ", "for "))]
+    for code in re.findall(r"`([^`\n]+)`", prose):
+        if code.startswith(("torchrun ", "python ", "for ")):
+            blocks.append(code)
     return [(page.name, words) for block in blocks for words in starts_of_scripts(block)]
 
 
@@ -89,13 +104,13 @@ def parse(words: list[str], folder, monkeypatch):
     module = importlib.import_module(name)
     if "--help" in flags:
         with pytest.raises(SystemExit) as stop:
-            module.parse_args(flags)
+            parse_args(module, flags)
         assert not stop.value.code
         return name, flags, None
     if "--resume" in flags:  # of a run that its reader has
         (folder / "args.json").write_text(json.dumps(asdict(module.Args(**module.TOY)) | {"script": name}))
         flags[flags.index("--resume") + 1] = str(folder)
-    args = module.parse_args(flags)
+    args = parse_args(module, flags)
     size = args.prompts_per_step * args.group_size if name == "grpo_math_humanline" else args.batch_size
     module.check_flags(args, size)
     return name, flags, args
@@ -106,7 +121,7 @@ def without_effect(name: str, flags: list[str], args) -> list[str]:
     module, idle = importlib.import_module(name), []
     starts = [i for i, word in enumerate(flags) if word.startswith("--")]
     for start, end in zip(starts, [*starts[1:], len(flags)]):
-        if module.parse_args(flags[:start] + flags[end:]) == args:
+        if parse_args(module, flags[:start] + flags[end:]) == args:
             idle.append(flags[start])
     return idle
 
@@ -135,8 +150,10 @@ def test_the_commands_for_llama_are_the_runs_of_table_3(tmp_path, monkeypatch):
             name, _, args = parse(words, tmp_path, monkeypatch)
             method = name.removesuffix("_humanline")
             own = getattr(args, {"kto": "lambda_D", "grpo": "epsilon"}.get(method, ""), None)
-            found.append(((method, args.online, args.humanline), (args.lr, args.beta, args.max_grad_norm, own)))
-            assert asdict(args).items() >= TABLE_1.items() and args.batch_size == (32 if method == "dpo" else 64)
+            run = (method, args.online, args.humanline)
+            found.append((run, (args.lr, args.beta, args.max_grad_norm, own)))
+            assert asdict(args).items() >= TABLE_1.items()
+            assert args.batch_size == (32 if method == "dpo" else 64)
             assert bool(args.reward_model) == args.online and args.eval_samples == 805
     assert sorted(found, key=str) == sorted(TABLE_3.items(), key=str)
 
@@ -161,7 +178,8 @@ def test_a_wrong_command_is_noticed(command, tmp_path, monkeypatch):
 
 
 def test_a_flag_that_repeats_the_default_is_noticed(tmp_path, monkeypatch):
-    (words,) = starts_of_scripts("python dpo_humanline.py --model mine --dataset pairs.jsonl --lr 5e-6 --online")
+    command = "python dpo_humanline.py --model mine --dataset pairs.jsonl --lr 5e-6 --online"
+    (words,) = starts_of_scripts(command)
     with pytest.raises(SystemExit):  # no reward model
         parse(words, tmp_path, monkeypatch)
     name, flags, args = parse(words[:-1], tmp_path, monkeypatch)

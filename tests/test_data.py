@@ -50,16 +50,18 @@ def message(role: str, content: str) -> dict:
 
 @pytest.fixture(autouse=True)
 def group_that_stays(monkeypatch):
-    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)  # an error would end it for all tests
+    # An error would end it for all tests.
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)
 
 
 def read(path, tokenizer, eos_ids=frozenset({EOS}), script=dpo_humanline, **args):
     """Groups of a file, and what is said about them."""
-    sizes, tokens = (2,) if script is dpo_humanline else (1, 2), tokens_of(tokenizer, set(eos_ids))
-    hashes = {}
+    sizes = (2,) if script is dpo_humanline else (1, 2)
+    args = script.Args(**args)
+    tokens = tokens_of(tokenizer, set(eos_ids))
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        groups = script.load_groups(script.Args(**args), "--dataset", str(path), "train", tokens, sizes, hashes)
-    assert hashes.keys() == {f"--dataset {path}"}
+        groups, digest = script.load_groups(args, "--dataset", str(path), "train", tokens, sizes)
+    assert re.fullmatch("[0-9a-f]{64}", digest)
     return groups, said.getvalue()
 
 
@@ -80,7 +82,7 @@ def texts(tokenizer, pair) -> tuple[str, str, str]:
     return tuple(map(tokenizer.decode, (pair[0].prompt_ids, *(x.completion_ids for x in pair))))
 
 
-# --- formats -------------------------------------------------------------------------------------------------------
+# --- formats ---
 
 PAIRS = [("Hi", "Hello!", "Go."), ("Bye", "See you", "Good")]
 U, A = (lambda text, role=role: message(role, text) for role in ("user", "assistant"))
@@ -97,7 +99,15 @@ U, A = (lambda text, role=role: message(role, text) for role in ("user", "assist
         lambda p, c, r: {"prompt": p, "chosen": [U(p), A(c)], "rejected": [U(p), A(r)], "score_chosen": 0.5},
         lambda p, c, r: {"prompt": [U(p)], "chosen": [U(p), A(c)], "rejected": [U(p), A(r)]},
     ],
-    ids="strings messages string+messages messages+string shared_prefix prompt_repeats_prefix messages_repeat".split(),
+    ids=[
+        "strings",
+        "messages",
+        "string+messages",
+        "messages+string",
+        "shared_prefix",
+        "prompt_repeats_prefix",
+        "messages_repeat",
+    ],
 )
 def test_paired_formats_give_the_same_pairs(load, row):
     pairs, told = load([row(*pair) for pair in PAIRS])
@@ -109,7 +119,15 @@ def test_paired_formats_give_the_same_pairs(load, row):
     assert "2 rows, 0 dropped" in told
 
 
-@pytest.mark.parametrize("kind", [lambda text, of: text, lambda text, of: [of(text)]], ids=["strings", "messages"])
+def as_string(text: str, role) -> str:
+    return text
+
+
+def as_messages(text: str, role) -> list[dict]:
+    return [role(text)]
+
+
+@pytest.mark.parametrize("kind", [as_string, as_messages])
 def test_unpaired_rows_are_the_halves_of_pairs(load, kind):
     paired, _ = load([{"prompt": p, "chosen": c, "rejected": r} for p, c, r in PAIRS])
     rows = [(p, c, label) for p, *both in PAIRS for c, label in zip(both, (True, False))]
@@ -151,7 +169,10 @@ def test_prompts_are_those_of_trl(load):
 @pytest.mark.parametrize("name", ["r.json", "r.jsonl", "r.json.gz", "r.jsonl.gz", "r.parquet"])
 def test_file_kinds_give_the_same_pairs(load, tmp_path, name):
     rows = [{"prompt": [U(p)], "chosen": [A(c)], "rejected": [A(r)]} for p, c, r in PAIRS]
-    text = json.dumps(rows, indent=1) if ".json." in name + "." else "".join(json.dumps(row) + "\n" for row in rows)
+    if name.startswith("r.jsonl"):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+    else:
+        text = json.dumps(rows, indent=1)
     if name.endswith(".parquet"):
         datasets.Dataset.from_list(rows).to_parquet(tmp_path / name)
     else:
@@ -169,7 +190,29 @@ def test_what_stands_before_the_first_row_does_not_matter(load, tmp_path, before
     assert [pair[0].prompt for pair in read(tmp_path / name, letters())[0]] == [[U("Hi")], [U("Bye")]]
 
 
-# --- where a completion begins and ends ----------------------------------------------------------------------------
+def test_a_data_set_is_known_by_flag_name_and_content(tmp_path):
+    """What a later resume compares."""
+    rows = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in PAIRS]
+    for name, some in (("whole", rows), ("copy", rows), ("part", rows[:1])):
+        (tmp_path / f"{name}.json").write_text(json.dumps(some))
+    whole, copy, part = (f"{tmp_path}/{name}.json" for name in ("whole", "copy", "part"))
+
+    def load_data(held_out: str) -> tuple:
+        args = Args(dataset=whole, eval_dataset=held_out)
+        return dpo_humanline.load_data(args, tokens_of(letters(), {EOS}), (2,), (0, 2))
+
+    groups, held_out, hashes = load_data(copy)
+    assert [len(groups), len(held_out)] == [2, 2]
+    assert list(hashes) == [f"--dataset {whole}", f"--eval-dataset {copy}"]
+    digest = hashes[f"--dataset {whole}"]
+    assert hashes[f"--eval-dataset {copy}"] == digest
+    groups, held_out, hashes = load_data(part)
+    assert [len(groups), len(held_out)] == [2, 1]
+    assert hashes[f"--dataset {whole}"] == digest != hashes[f"--eval-dataset {part}"]
+    assert load_data("")[1:] == ([], {f"--dataset {whole}": digest})
+
+
+# --- where a completion begins and ends ---
 
 ROW = {"prompt": "Hi", "chosen": "Hello!", "rejected": "Go."}
 
@@ -233,13 +276,15 @@ def test_template_that_changes_the_prompt_once_answered_is_refused(load, capsys)
     with pytest.raises(SystemExit):
         load([ROW], letters("{% if not add_generation_prompt %}Answered: {% endif %}" + TEMPLATE))
     said = capsys.readouterr().err
-    assert "line 1" in said and "renders a prompt differently once it is answered: pass --chat-template" in said
+    assert "line 1" in said
+    assert "renders a prompt differently once it is answered: pass --chat-template" in said
 
 
 def test_every_end_of_turn_id_of_the_model_is_known(tmp_path):
     shutil.copytree(TOY / "policy", tmp_path / "model")
     generation = json.loads((tmp_path / "model" / "generation_config.json").read_text())
-    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [1, 7]}))
+    generation["eos_token_id"] = [1, 7]
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(generation))
     args = Args(model=str(tmp_path / "model"), eos_token="rose")
     tokens = load_tokens(args, AutoConfig.from_pretrained(args.model))
     assert tokens.eos_ids == {1, 7, 5, tokens.tokenizer.convert_tokens_to_ids("rose")} and tokens.pad_id == 0
@@ -254,7 +299,7 @@ def test_tokenizer_without_a_pad_token_pads_with_its_end_of_turn(tmp_path):
     assert load_tokens(args, AutoConfig.from_pretrained(args.model)).pad_id == 5
 
 
-# --- what is dropped -----------------------------------------------------------------------------------------------
+# --- what is dropped ---
 
 
 def test_dropped_rows_are_counted_by_reason_and_the_others_keep_order_and_line(load):
@@ -274,10 +319,11 @@ def test_dropped_rows_are_counted_by_reason_and_the_others_keep_order_and_line(l
         good[0] | {"chosen": [A("")]},
         good[2],
     ]
-    rows = [
-        row | {side: row[side] if isinstance(row[side], list) else [A(row[side])] for side in ("chosen", "rejected")}
-        for row in rows
-    ]
+    for i, row in enumerate(rows):
+        rows[i] = dict(row)
+        for side in ("chosen", "rejected"):
+            if isinstance(row[side], str):
+                rows[i][side] = [A(row[side])]
     pairs, told = load(rows, max_prompt_length=20, max_length=26)
     assert [(x.row, x.prompt[0]["content"]) for x, _ in pairs] == [(2, "one"), (5, "two"), (11, "three")]
     assert "3 rows, 8 dropped" in told
@@ -286,7 +332,8 @@ def test_dropped_rows_are_counted_by_reason_and_the_others_keep_order_and_line(l
         "chosen equals rejected": [4, 9],
         "prompt empty or longer than 20 tokens (--max-prompt-length)": [6],
     }.items():
-        assert re.search(rf"; {len(lines)} {re.escape(reason)}: lines {', '.join(map(str, lines))}[;\n]", told)
+        named = re.escape(f"; {len(lines)} {reason}: lines {', '.join(map(str, lines))}")
+        assert re.search(named + "[;\n]", told)
 
 
 def test_prompt_of_exactly_the_longest_length_is_kept(load):
@@ -295,7 +342,7 @@ def test_prompt_of_exactly_the_longest_length_is_kept(load):
     assert [x.row for x, _ in pairs] == [1, 3]
 
 
-# --- prompts, masks ------------------------------------------------------------------------------------------------
+# --- prompts, masks ---
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "plain"])
@@ -325,7 +372,8 @@ def test_padding_with_the_end_of_turn_id_changes_no_log_probability():
     model = AutoModelForCausalLM.from_pretrained(TOY / "policy", dtype=torch.float64)
     sequences = examples(([3, 6, 7, 5, 4], [19, 20, 5]), ([4], [5]), ([3, 6, 4], [21, 5]))
     with torch.no_grad():
-        by_end, by_pad = (token_logps(model, *pad_batch(sequences, pad, torch.device("cpu"))) for pad in (5, 0))
+        by_end = token_logps(model, *pad_batch(sequences, 5, torch.device("cpu")))
+        by_pad = token_logps(model, *pad_batch(sequences, 0, torch.device("cpu")))
     assert torch.equal(by_end, by_pad)
     assert [(row != 0).sum().item() for row in by_end] == [3, 1, 2]  # the real end-of-turn tokens are scored
 
@@ -339,7 +387,7 @@ def test_log_probability_of_exactly_zero_stays_in_the_mask():
     assert mask.sum(-1).tolist() == [3, 1]
 
 
-# --- real data -----------------------------------------------------------------------------------------------------
+# --- real data ---
 
 real = pytest.mark.skipif(not SHARED.is_dir(), reason=f"no real data in {SHARED}")
 CHATML = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
@@ -348,7 +396,8 @@ CHATML = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }
 @pytest.fixture
 def stories(tmp_path):
     """The real tokenizer, which puts BOS first and has no template and no pad token, with a template."""
-    (tmp_path / "template.jinja").write_text("{{ bos_token }}" + CHATML + PROMPT.replace("|>{% e", "|>\n{% e"))
+    template = "{{ bos_token }}" + CHATML + PROMPT.replace("|>{% e", "|>\n{% e")
+    (tmp_path / "template.jinja").write_text(template)
     args = Args(model=str(SHARED / "model-stories260K"), chat_template=str(tmp_path / "template.jinja"))
     return load_tokens(args, AutoConfig.from_pretrained(args.model))
 
@@ -364,36 +413,36 @@ def test_every_real_row_is_kept_or_counted(stories, name, script, rows):
     kept, dropped = map(int, re.search(r"(\d+) rows, (\d+) dropped", told).groups())
     assert kept == len(groups) > 100 and kept + dropped == rows and pad_id == tokenizer.eos_token_id
     numbers = [group[0].row for group in groups]
-    assert numbers == sorted(set(numbers)) and {len(group) for group in groups} == {2 if name == "pairs" else 1}
+    assert numbers == sorted(set(numbers))
+    assert {len(group) for group in groups} == {2 if name == "pairs" else 1}
     for x in (x for group in groups for x in group):
         assert x.prompt_ids == encode_prompt(tokenizer, x.prompt)
         assert x.prompt_ids[0] == tokenizer.bos_token_id and x.prompt_ids.count(tokenizer.bos_token_id) == 1
         assert tokenizer.bos_token_id not in x.completion_ids
         cut = x.length == Args.max_length and x.completion_ids[-1] not in eos_ids
-        assert [token for token in x.completion_ids if token in eos_ids] == ([] if cut else x.completion_ids[-1:])
+        ends = [] if cut else x.completion_ids[-1:]
+        assert [token for token in x.completion_ids if token in eos_ids] == ends
 
 
-def test_a_run_begins_with_tokens_and_with_what_alpaca_eval_would_miss(tmp_path):
-    """An `instruction` is a prompt; outputs.json has all of them in their order, or the run says that it will not."""
+def test_a_run_begins_with_tokens_and_ends_with_an_output_for_every_instruction(tmp_path):
+    """An `instruction` is a prompt; outputs.json has them in their order."""
     path, data = tmp_path / "instructions.jsonl", str(ROOT / "tests" / "pairs.jsonl")
     words = ["king", "queen", "clerk"]
-    path.write_text("".join(json.dumps({"instruction": f"for {word}", "output": "x"}) + "\n" for word in words))
+    rows = [{"instruction": f"for {word}", "output": "x"} for word in words]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ["--num-steps", "1", "--checkpoint-every", "0", "--dataset", data, "--eval-dataset", str(path)]
-    runs = [[*flags, "--output-dir", str(tmp_path / n), "--eval-samples", n] for n in ("3", "2")]
-    whole, cut = run_ranks(1, runs).split("the embedded toy and its settings")[1:]
-    warning = "3 rows, 0 dropped; AlpacaEval's length-controlled win rate is wrong without all: --eval-samples\n"
-    assert warning in cut and "3 rows, 0 dropped\n" in whole and "AlpacaEval" not in whole
-    assert [row["instruction"] for row in json.loads((tmp_path / "3" / "outputs.json").read_text())] == [
-        f"for {word}" for word in words
-    ]
+    output = run_ranks(1, [[*flags, "--output-dir", str(tmp_path / "run")]])
+    assert f"--eval-dataset {path}: 3 rows, 0 dropped\n" in output
+    outputs = json.loads((tmp_path / "run" / "outputs.json").read_text())
+    assert [row["instruction"] for row in outputs] == [f"for {word}" for word in words]
     first = json.loads(Path(data).read_text().splitlines()[0])
-    said = dict(
-        line.split(": ", 1) for line in whole.splitlines() if line.startswith(("end", "a prompt", "its", "and"))
-    )
+    lines = [line for line in output.splitlines() if line.startswith(("end", "a prompt", "its", "and"))]
+    said = dict(line.split(": ", 1) for line in lines)
+    prompt = [repr(word) for word in ["<|user|>", *first["prompt"].split(), "<|end|>", "<|assistant|>"]]
     chosen = [repr(word) for word in first["chosen"].split()]
     assert said == {
         "end of turn": "'<|end|>'",
-        "a prompt ends": " ".join(map(repr, ["<|user|>", *first["prompt"].split(), "<|end|>", "<|assistant|>"])),
+        "a prompt ends": " ".join(prompt),
         "its completion begins": " ".join(chosen[:8]),
         "and ends": " ".join([*chosen[-3:], "'<|end|>'"]),
     }

@@ -1,7 +1,8 @@
-"""Grading: right answers in every form are right, wrong and hostile ones are wrong, and nothing outlives the run."""
+"""Grading: ordinary answers get their verdict, exploits are wrong, and no answer outlives or ends the run."""
 
 import itertools
 import json
+import random
 import re
 import signal
 import subprocess
@@ -15,283 +16,266 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, SHARED
 
-import utils
-from utils import gold_answers, grade, start_grader
+import grpo_math_humanline
+from grpo_math_humanline import gold_answer, judge_all, keep_gradable, math_rewards, start_grader
+from utils import Example
 
-MATH = SHARED / "math"
-LAYOUT = "<think>\nIt is 17 or \\boxed{18}.\n</think>\n<answer>\n%s\n</answer>"
-FORMS = ["%s", "\n\n%s\n", "$%s$", "$$\n%s\n$$", "\\boxed{%s}", "The answer is $\\boxed{%s}$."]
-FORMS += ["So $1+1=2$ and thus $%s$.", *[LAYOUT % form for form in FORMS]]
-GOLDS = [r"\frac{1}{2}", r"(3, \frac{\pi}{2})", r"\text{Evelyn}", "4210_5", "12", "-7.5", r"3\sqrt{13}", "1,-2"]
-GOLDS += [r"\begin{pmatrix} 1 \\ -2 \end{pmatrix}", "y = 2x + 3", r"(-\infty, 2) \cup (3, \infty)", r"11\text{ cm}^2"]
 ENDLESS = "9^{9^{9^{9}}}"
-# a gold answer and completions in each line; \n is a new line and \u200b a character
-RIGHT = r"""
-5 | 5 | 5. | x=5 | x = 5 | 5=x | y_1=5 | x_{12} = 5 | \theta=5 | \text{area}=5 | area = 5
-5 | f(2)=5 | f(x)=5 | x \in \{5\} | \sqrt{25} | \frac{10}{2} | 5.0 | \boxed{x=5} | $x = \boxed{5}$ | \boxed{5}.
-5 | 5\text{ cm} | 5 cm | 5 \text{ cm}^2 | \$5 | 5^\circ | 5\% | **5** | $5$ | \(5\) | \[5\] | The answer is 5.
-5 | Answer: 5 | therefore x = 5 | Thus, $x=5$ | So x = 5.
-2, 3 | x = 2 or x = 3 | x=2, x=3 | x = 2 \text{ or } x = 3
-5 | \boxed{5}\text{ cm} | \boxed{5}^\circ | $x\equiv \boxed{5} \pmod 7$ | **\boxed{5}** | So\n- \boxed{5}
-5 | \boxed{5} - and no more | A: 5
-5 | The final answer is: **5** | So there are 5 apples in total. | The answer is $5$, not $4$.
-5 | x - 5 = 0, so $x = 5$.
-78 | A: 78 | 5 + 73, so\nA: 78 | Q: how many?\nA: 78. | Answer: 78 | answer: $78$
--5 | –5 | −5 | -5 | \u20115 | x=−5 | the answer is –5
-5000 | 5 000 | 5\,000 | 5\ 000 | 5{,}000 | 5,000 | 5,\!000 | 5\u00a0000 | 5\u202f000 | 5\;000 | 5e3 | 5 \times 10^3
-5000 | 5~000
-1234567 | 1 234 567 | 1,234,567 | 1\,234\,567 | 1234567.0
-100000 | 1e5 | 1E5 | 1e+5 | 10^5 | 1.0e5 | 1 \times 10^5 | The answer is 1e5.
-150000 | 1.5\times 10^5 | 1.5 \cdot 10^{5} | 1.5×10^5 | 1.5e5
-0.0015 | 1.5e-3 | 1.5 \times 10^{-3} | \frac{3}{2000}
-0.0000001 | 1e-7 | 10^{-7} | 0.0000001 | \frac{1}{10^7}
-1.2e-9 | 0.0000000012 | 1.2 \times 10^{-9}
-\frac{7}{4} | 1 3/4 | 1\frac{3}{4} | 1 \frac{3}{4} | 1\frac34 | 7/4 | 1.75 | The answer is 1 3/4.
--\frac{7}{4} | -1 3/4 | –1\frac{3}{4} | -1.75
-\frac{1}{3} | 0.333333 | 0.33333333 | 1/3 | \frac13
-\frac{1}{30} | 0.0333333 | 1/30
-\sqrt{2} | \sqrt2 | x = \sqrt{2} | 2^{1/2}
-\text{A} | A | A) | A. | (A) | **A** | \text{(A)} | \boxed{A} | The answer is A | The answer is (A). | Answer: A
-\text{A} | \textbf{A} | a
-\text{(C)} | C | (C) | C) | The correct answer is **C**.
-Evelyn | evelyn | \text{Evelyn} | Evelyn. | The answer is Evelyn. | $\text{Evelyn}$ | E\u200bvelyn
-tea | tea | Tea | \text{tea} | \text{ tea }
-\text{no solution} | no solution | No solution. | \text{No solution}
-xy | yx | x \cdot y | xy
-y = 2x + 3 | y=2x+3 | 2x+3 | 2x+3=y | $y = 3+2x$
-2x + 3 | y = 2x+3 | f(x) = 2x+3 | 3 + 2x
-x = 5 | 5 | x=5 | 5 = x
-5x - 7y = 4 | 5x-7y=4 | 4 = 5x - 7y | 5x - 7y - 4 = 0 | 7y = 5x - 4
-x < 5 | 5 > x | x<5 | x - 5 < 0
-x \in [-2,7] | [-2,7] | x\in[-2,7]
-1, 2 | 2, 1 | \{1,2\} | 1 \text{ and } 2 | 1 or 2 | $1$ and $2$ | x = 1, 2
-1 \pm \sqrt{2} | 1 + \sqrt2, 1 - \sqrt2 | x = 1 \pm \sqrt 2
-(1, 2) | (1,2) | (1, \frac{4}{2})
-(5, 5) | (5,5) | \left(5, 5\right)
-[1, 2] | [1,2] | \left[1, 2\right] | [1, 2.0]
-\begin{pmatrix} 5 \\ 0 \end{pmatrix} | \begin{pmatrix}5\\0\end{pmatrix} | \begin{bmatrix} 10/2 \\ 0 \end{bmatrix}
+# Ways to end a completion with an answer.
+LAYOUTS = [
+    "%s",
+    "The answer is %s.",
+    "So we are done. The answer is **%s**.",
+    "The final answer is \\(%s\\)",
+    "We have $x=3$, so $y=2x$. Therefore, the final answer is: $\\boxed{%s}$. I hope it is correct.",
+    "Simplifying $3+4$, we get $\\boxed{%s}$.",
+    "<think>\nIt is 17 or \\boxed{18}. The answer is 3.\n</think>\n<answer>\n%s\n</answer>",
+    "<think>\nIt is 17 or \\boxed{18}.\n</think>\n<answer>\nThe answer is $\\boxed{%s}$.\n</answer>",
+    "It follows from $1+1=2$.\n\n**Answer:** $%s$",
+    "It follows.\n\n**Final Answer**\n\n\\[ \\boxed{%s} \\]",
+    "Step 1: 3 + 4 = 7.\nA: %s",
+    "We add 3 and 4.\n#### %s",
+    "Adding $3$ and $4$, we get\n\\[\n%s.\n\\]",
+    "So $1+1=2$ and thus $%s$.",
+]
+# In each line a gold answer and completions; ⏎ is a new line.
+ORDINARY = r"""
+5 | 5 | $5$ | \[5\] | **5** | 5.0 | x=5 | 5=x | x_1 = 5 | \theta=5 | f(2)=5 | area = 5 | AB = 5 | \boxed{x=5}
+5 | \fbox{5}
+5 | x = 2 + 3 = 5 | 2 + 3 = 5 | \frac{10}{2} | \boxed{5\text{ cm}} | 5 cm | 5 \text{ cm}^2 | 5^\circ | 5\%
+5 | $x = \boxed{5}$
+5 | The answer is 5. This is since 3 + 1 = 4. | The answer (in cm) is 5. | The answer is 5 miles per hour.
+5 | Answer: 5
+5 | The answer is⏎\[⏎5⏎\] | ## Answer⏎5 | So there are 5 apples in total. | answer: 5 apples | 5 dollars
+5 | <answer>5
+5 | First \boxed{4}, which is too small; then it must be \boxed{5}. | \boxed{5}, and no more | 5 + 73, so⏎A: 5
+36 | The answer is **\$36**. | **\$36** | The answer is $36. | \boxed{\$36} | So she pays $36 in total.
+-5 | –5 | −5 | x=−5 | The answer is –5.
+24000 | \(24{,}000\) | 24,000 | 24\,000 | 24 000 | 24,\!000 | The answer is 24,000 meters.
+\frac{7}{4} | 1 3/4 | 1\frac34 | 7/4 | 1.75 | The answer is 1 3/4.
+\frac{1}{2} | ½ | 0.5 | \frac12
+\frac{1}{3} | 0.333333 | 2/6
+\frac{12}{5,\!525} | \frac{12}{5525} | 12/5525
+\frac\pi 4 | \frac{\pi}{4} | \pi/4 | \frac\pi4
+5040 | The coefficient is \boxed{5040}x^3. | $\boxed{5040}x^3$
+1+2i | The answer is **1+2i**. | 2i+1
+x=5 | The final answer is \(x=5\) | 5 | $x = 5$
+y = 2x + 3 | 2x+3 | y=2x+3 | y = 2(x+1)+1 = 2x+3
+x^2 - 1 | (x-1)(x+1) | y = x^2-1
+5x - 7y = 4 | 4 = 5x - 7y | 5x - 7y - 4 = 0
+[0,1) | x \in [0,1) | 0 \le x < 1
+1,-2 | -2, 1 | \{1,-2\} | 1 \text{ and } -2 | $1$ and $-2$ | x = 1 or x = -2 | \boxed{1}, \boxed{-2}
+1,-2 | \boxed{1} and \boxed{-2}
+1,1,-2 | 1,1,-2 | -2, 1, 1
+(3, \frac{\pi}{2}) | (3, \pi/2) | (r,\theta) = (3, \frac{\pi}{2})
+\begin{pmatrix} 1 \\ -2 \end{pmatrix} | **\begin{pmatrix} 1 \\ -2 \end{pmatrix}**
+\begin{pmatrix} 1 \\ -2 \end{pmatrix} | \[⏎\begin{pmatrix}⏎1 \\⏎-2⏎\end{pmatrix}⏎\]
+\text{(C)} | C | (C) | **C** | The correct answer is **C**. | \boxed{\text{C}}
+\text{Evelyn} | evelyn | The answer is Evelyn. | **Evelyn** | \boxed{\text{Evelyn}}
+\text{no solution} | No solution. | \boxed{\text{no solution}}
 4210_5 | 4210_{5} | 4210
-\infty | \infty | infinity
-50\% | 50% | 0.5 | 50 | \frac12
 """
-WRONG = r"""
-5 | 2x=5 | x^2=5 | x+y=5 | 6=5 | \boxed{4=5} | 5 or 4 | 5\approx 4 | \boxed{5} \times 10^3 | 1\boxed{5} | [5,5]
-5 | x=2+3=6 | 2+3=5+1
-5 | xy=5 | 5=6 | 4=5=5 | x=4=5 | x=5=4 | 2+2=5 | x + x = 5 | \sin x = 5 | x=5x | \frac{x}{2}=5 | 5 \in [1,9]
-5 | x \neq 5 | x < 5
-5 | 4 and 5 | 5, 4 | \{5, 4\} | \{5,5\} | 5, 5 | (5,5) | 5, \frac{10}{2} | x=5, 5 | x=5, y=5
-5 | x = 5 or x = 4
-5 | 5 \pm 1 | \pm 5 | 5 4 | 5\;4 | 5\quad 4 | 5 \text{ or } 4 | $5$ or $4$ | The answer is 5 or 4. | 5 / 4 | 5 \to 4
-5 | 5! | 5i
-5 | \boxed{5}^2 | -\boxed{5} | \boxed{5}x | \boxed{5}0 | \boxed{5} 000 | 2 \times \boxed{5} | \boxed{5}/2 | \boxed{5}!
-5 | 3\cdot\boxed{5}
-5 | \boxed{5}\sqrt{2} | \boxed{5} + 1 | 1,\!5 | \begin{pmatrix} 5 \\ 5 \end{pmatrix} | 5^\circ = 6^\circ | 5 = x = 4
-5 | –5 | 5e1 | 5e-1
-9 | 5 4 | 5\,4 | 5 \quad 4 | 4\n5
-7/4 | 1, 3/4 | 13/4 | 3/4 | -1 3/4
-0 | 0.0000001 | 1e-7 | 10^{-20}
-0.0000001 | 0.0000002 | 2e-7 | 2\times 10^{-7} | 0 | 1.1e-7
-10^{-20} | 10^{-21} | 2 \cdot 10^{-20} | 0 | 10^{-19}
-0.00001234 | 0.00001243 | 0.000012
-\frac{1}{3} | 0.333 | 0.33333 | 0.333334 | \frac{1}{3} = 0.4
-\frac{1}{30} | 0.0333 | 0.03333
-\sqrt{2} | 1.414 | \sqrt2 \approx 2 | \sqrt{2} = 1.414
-tea | ate | eat | t e a s | \text{ate} | $ate$
-ate | tea | eat | The answer is tea.
-\text{A} | B | (B) | B) | A, B | A or B | The answer is B | AB
-\text{no solution} | no | solution | a solution
-Evelyn | Evelyne | Navin | n
-y = 2x + 3 | y=2x+4 | 2x+4 | y + 2x = 3 | x = 2y + 3 | y = 2x + 3 = 4 | 3
-x = 5 | x=4 | y=6 | x^2=5 | 2x = 5 | x = 4 = 5 | x < 5
-5x - 7y = 4 | 4 | 5x - 7y | 5x - 7y = 5 | y = 4
-x + y = 5 | 5 | x = 5 | x - y = 5
-x < 5 | x > 5 | x \le 5 | 5 | x = 5
-1, 2 | 1, 3 | 1 | 2 | 1, 2, 3 | [1,2] | 12 | 1, 2, 2 | 1.2 | 2x=1, 2
-(1, 2) | [1,2] | (2,1) | (1,2] | 3
-[1, 2] | (1,2) | [1,3] | 1, 2
-5000 | 5 | 5 001 | 5.000 | 5e4 | 50 000
-100000 | 1e6 | 1e-5 | 10^4
-4210_5 | 4212_5 | 4211_5
-78 | A: 87 | Answer: 7 8 | A: 78, 79
--5 | 5 | –6
-50\% | 5 | 51\% | 0.05
-\begin{pmatrix} 5 \\ 0 \end{pmatrix} | \begin{pmatrix}0\\5\end{pmatrix} | 5 | (5, 1)
-3\sqrt{13} | 3\boxed{\sqrt{13}} | \sqrt{13}
-\infty | -\infty | inf inity 5
+# What would be rewarded where several answers, or something around one, are not looked at.
+EXPLOITS = r"""
+5 | 5 or 4 | 4 or 5 | The answer is 4 or 5. | The answer is $4$ or $5$. | The answer is either 4 or 5.
+5 | A: 5 or 4 | #### 4, 5
+5 | \boxed{4} or \boxed{5} | \boxed{4}, \boxed{5} | \boxed{4} and \boxed{5} | $\boxed{4}$ or $\boxed{5}$
+5 | \boxed{4}\boxed{5}
+5 | \boxed{5} or \boxed{4} | \boxed{4 \text{ or } 5} | \boxed{4, 5} | x=4 or x=5 | \boxed{4;5}
+5 | \boxed{5 \pm 1} | \boxed{\pm 5}
+5 | The answer is 4 or maybe 5. | The answer is $4$ or perhaps $5$. | \boxed{4 \lor 5} | \boxed{4 \to 5}
+5 | \boxed{4, \ldots, 5}
+5 | \{5\} | [5] | $[5]$ | \boxed{[5]} | [5, 4] | (5, 5) | 5, 5 | \{4, 5\} | 1, 2, 3, 4, 5 | \boxed{[4,5]}
+5 | \boxed{4 \cup 5}
+5 | 4=5 | 5=4 | \boxed{4=5} | x=4=5 | x=5=4 | 4=5=5 | x+y=5 | 2x=5 | x \ne 5 | x \le 5 | \boxed{3+2=5=4}
+5 | 5 \text{ is wrong} | 5 is wrong | \boxed{5 \text{ (or 4)}} | \boxed{5 \text{ isn't right}}
+5 | \boxed{5 \text{ or not}} | 5' | $5'$
+5 | <answer>5</answer> no, <answer>4</answer> | <answer>4</answer> <answer>5</answer>
+5 | <answer>4 or 5</answer>
+5 | The answer is not 5. | 5x | 5! | \boxed{5i} | \boxed{5 4} | \boxed{\begin{pmatrix} 5 \\ 5 \end{pmatrix}}
+5 | <answer></answer> 5
+\frac{1}{2} | [\frac12] | \left[\frac{1}{2}\right] | \frac13=\frac12 | $\frac12$, $\frac13$
+\frac{1}{2} | \frac12 \text{ or } \frac13
+\text{A} | A or B | A, B | AB | \text{A or B} | A, B, C, D | \boxed{A} or \boxed{B}
+\text{tea} | eat | ate | $ate$ | \text{eat}
+2x+3 | y=2x+4=2x+3 | 2x+4=2x+3 | 2x+3=0 | \{2x+3\}
+y=2x+3 | y = 2x+4 = 2x+3 | y=2x+3=5 | 2x+4
+5x - 7y = 4 | 4 | 5x - 7y | x = 4 | y = 4
+x^2 + y^2 = 13 | 13 | x^2 + y^2
+1, 2 | 1 | 2 | 1, 2, 3 | \boxed{1} or \boxed{3}
 """
-TIMES_OUT = {
+BOMBS = {
     "tower": ENDLESS,
-    "factorial": "10^{10^{10}}!",
-    "binomial": r"\binom{10^{10}}{10^9}",
     "sum": r"\sum_{n=1}^{10^{12}} \frac{1}{n^2+\sin n}",
-    "integral": r"\int \frac{\sin(x^x)\ln(\tan x)}{\sqrt{1+x^7}} dx",
     "parentheses": "(" * 10**5 + "5" + ")" * 10**5,
-    "braces": "{" * 10**5 + "5" + "}" * 10**5,
     "digits": "7" * (3 * 10**6),
 }
-ENDS = {
-    "Python's tower": "the answer is 9**9**9**9",
-    "empty": "",
-    "blank": " \n ",
-    "NUL": "\0\1\0",
-    "surrogates": "\ud800\udfff",
-    "no bytes of text": "".join(map(chr, range(256))) * 20,
-    "backslashes": "\\" * 10001,
-    "boxes": r"\boxed{" * 20000,
-    "not a number": r"\frac{0}{0}",
-    "infinite": r"\frac{1}{0}",
-    "everything": r"(-\infty, \infty)",
-    "no quantity": "x",
-}
-
-
-def parse_answers(pool, texts: list[str]) -> list[str | None]:
-    """Each text, or None where it is no gold answer."""
-    golds = gold_answers(pool, {i: {"answer": text} for i, text in enumerate(texts)})
-    return [golds.get(i) for i in range(len(texts))]
+ODD = ["", " \n ", "\0\1\0", "\ud800\udfff", "\\" * 10001, r"\boxed{" * 20000, r"\frac{0}{0}"]
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = start_grader(workers=2, time_limit=2.0)
+def grader():
+    pool = start_grader(workers=2)
     yield pool
     pool.stop()
     pool.join()
 
 
-def rows(name: str) -> list[dict]:
-    if not MATH.exists():
+def table(text: str) -> list[tuple]:
+    """(gold, completion) of ORDINARY or EXPLOITS."""
+    pairs = []
+    for line in text.strip().split("\n"):
+        gold, *completions = line.split(" | ")
+        pairs += [(gold, completion.replace("⏎", "\n")) for completion in completions]
+    return pairs
+
+
+def rejected(grader, pairs: list[tuple]) -> list[tuple]:
+    return [pair for pair, verdict in zip(pairs, judge_all(grader, pairs)) if not verdict]
+
+
+def problems(name: str) -> list[dict]:
+    path = SHARED / "math" / name
+    if not path.exists():
         pytest.skip("needs the MATH problems")
-    return [json.loads(line) for line in (MATH / name).read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def wrong(pool, completions, golds) -> list[tuple]:
-    """The (completion, gold) pairs that are graded 0."""
-    return [pair for pair, value in zip(zip(completions, golds), grade(pool, completions, golds)[0]) if value == 0]
+def groups_of(answers: list[str]) -> list[tuple]:
+    return [(Example(row, "", [], answer=answer),) for row, answer in enumerate(answers, 1)]
 
 
-def test_a_right_answer_is_right_in_every_form(pool):
-    assert parse_answers(pool, GOLDS) == GOLDS
-    pairs = [(form.replace("%s", gold), gold) for form in FORMS for gold in GOLDS]
-    assert wrong(pool, *zip(*pairs)) == []
+# --- verdicts -----------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_answer_is_wrong_in_every_form(pool):
-    pairs = [(form.replace("%s", other), gold) for form in FORMS for gold, other in zip(GOLDS, GOLDS[1:] + GOLDS[:1])]
-    assert wrong(pool, *zip(*pairs)) == pairs
+def test_ordinary_right_answers_are_right(grader):
+    assert rejected(grader, table(ORDINARY)) == []
+
+
+def test_exploits_are_wrong(grader):
+    pairs = table(EXPLOITS)
+    wrong = rejected(grader, pairs)
+    assert [pair for pair in pairs if pair not in wrong] == []
+
+
+def test_right_answers_to_math_problems_are_right_in_every_layout(grader):
+    rows = random.Random(1).sample(problems("math500_test.jsonl"), 40)
+    pairs = [(row["answer"], layout.replace("%s", row["answer"])) for row in rows for layout in LAYOUTS]
+    assert rejected(grader, pairs) == []
+
+
+def test_wrong_answers_to_math_problems_are_wrong_in_every_layout(grader):
+    answers = [row["answer"] for row in random.Random(2).sample(problems("math500_test.jsonl"), 40)]
+    others = answers[1:] + answers[:1]
+    digits = [re.sub(r"\d", lambda m: str((int(m[0]) + 3) % 10), answer, count=1) for answer in answers]
+    pairs = []
+    for number, answer in enumerate(answers):
+        for layout in LAYOUTS[number % 2 :: 2]:
+            for wrong in {others[number], digits[number]} - {answer}:
+                pairs.append((answer, layout.replace("%s", wrong)))
+    assert len(pairs) > 400 and rejected(grader, pairs) == pairs
+
+
+def test_solutions_of_math_problems_have_their_answers(grader):
+    rows = problems("prm800k_split_train_sample512.jsonl")[:200]
+    assert rejected(grader, [(row["answer"], row["solution"]) for row in rows]) == []
+    assert rejected(grader, [(row["solution"], row["answer"]) for row in rows]) == []
+
+
+def test_big_integers_stay_exact(grader):
+    for number in (int("123456789" * 44 + "1234"), 10**30):
+        gold = gold_answer({"answer": number})
+        pairs = [(gold, str(number + add)) for add in (0, 1, -1)]
+        assert judge_all(grader, pairs) == [True, False, False]
+
+
+# --- gold answers -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("gold", "completion", "value"),
+    ("row", "gold"),
     [
-        ("3", "<answer>2</answer> no, <answer>3</answer>", 1),
-        ("2", "<answer>2</answer> no, <answer>3</answer>", 0),
-        ("3", "<answer></answer> 3", 0),
-        ("3", "<answer>3", 0),
-        ("3", "\\boxed{2}, \\boxed{3}", 1),
-        ("2", "\\boxed{2}, \\boxed{3}", 0),
-        ("3", "\\boxed{3} or perhaps 4", 1),
-        ("3", "\\boxed{3", 0),
-        ("3", "3, 4, 5", 0),
-        ("3", "1 2 3", 0),
-        ("3", "\\boxed{3, 4}", 0),
-        ("3", "3 \\text{ or } 4", 0),
-        ("3", "$3$, $4$ or $5$", 0),
-        ("3", "$3$ $4$ $5$", 0),
-        ("3", "the answer is $3$, and the year is $2025$", 1),
-        ("3", "3x", 0),
-        ("3", "3\u00b2", 0),
-        ("3", "x = 3", 1),
-        ("3", "The answer is 3.", 1),
-        ("3, 4", "\\{4, 3\\}", 1),
-        ("(3, 4)", "(4, 3)", 0),
-        ("\\frac{1}{3}", "0.333333", 1),
-        ("\\frac{1}{3}", "0.333", 0),
-        ("\\frac{1}{3}", "2/6", 1),
-        ("x^2 - 1", "(x-1)(x+1)", 1),
-        ("1,234", "1234", 1),
-        ("\\$18.90", "18.9", 1),
-        ("\\text{no solution}", "no solution", 1),
+        ({"answer": "5", "solution": "\\boxed{6}"}, "5"),
+        ({"answer": 5}, "5"),
+        ({"answer": 5.0}, "5"),
+        ({"answer": 1e-5}, "0.00001"),
+        ({"answer": 1e20}, "100000000000000000000"),
+        ({"answer": float("nan")}, ""),
+        ({"answer": None, "solution": "so \\boxed{6}."}, "so \\boxed{6}."),
+        ({"solution": "so 6"}, ""),
     ],
 )
-def test_a_completion_has_one_answer(pool, gold, completion, value):
-    assert grade(pool, [completion], [gold]) == ([value], 0)
+def test_a_gold_answer_is_the_answer_or_the_boxed_solution(row, gold):
+    assert gold_answer(row) == gold
 
 
-def table(text: str) -> list[tuple]:
-    """The (completion, gold) pairs of RIGHT or WRONG."""
-    text = re.sub(r"\\u([0-9a-f]{4})", lambda m: chr(int(m[1], 16)), text)
-    lines = [re.sub(r"\\n(?![a-z])", "\n", line).split(" | ") for line in text.strip().split("\n")]
-    return [(completion.strip(" "), gold.strip()) for gold, *completions in lines for completion in completions]
+def test_a_row_without_answer_or_with_another_type_is_refused():
+    with pytest.raises(ValueError, match="it has no answer or solution; the columns are problem, level"):
+        gold_answer({"problem": "2+3", "level": 5})
+    for row in ({"answer": [5]}, {"answer": True}, {"solution": 5}):
+        with pytest.raises(ValueError, match="answer and solution must be strings"):
+            gold_answer(row)
 
 
-def test_right_and_wrong_answers(pool):
-    right, others = table(RIGHT), table(WRONG)
-    golds = sorted({gold for _, gold in right + others})
-    assert len(right) > 170 and len(others) > 170 and parse_answers(pool, golds) == golds
-    assert wrong(pool, *zip(*right)) == []
-    zeros = wrong(pool, *zip(*others))
-    assert [pair for pair in others if pair not in zeros] == []
+def test_gold_answers_without_a_value_are_dropped_and_named(grader, capsys, monkeypatch):
+    monkeypatch.setattr(grpo_math_humanline, "TIME_LIMIT", 1.0)
+    answers = ["5", "", r"\frac{0}{0}", ENDLESS, "so \\boxed{5}.", f"1, {ENDLESS}", r"\frac\pi 4", " "]
+    groups = groups_of(answers)
+    assert keep_gradable(grader, "--dataset", "x.jsonl", groups) == [groups[0], groups[4], groups[6]]
+    summary = "--dataset x.jsonl: 3 have an answer that can be graded, 5 dropped: lines 2, 3, 4, 6, 8\n"
+    assert capsys.readouterr().out == summary
+    with pytest.raises(SystemExit):
+        keep_gradable(grader, "--dataset", "x.jsonl", groups_of([""] * 12))
+    assert "12 dropped: lines 1, 2, 3, 4, 5, 6, 7, 8, 9 …" in capsys.readouterr().err
 
 
-def test_big_integers_stay_exact(pool):
-    numbers = [int("123456789" * 44 + "1234"), 10**30, 10**30 + 1]
-    golds = gold_answers(pool, {i: {"answer": number} for i, number in enumerate(numbers)})
-    assert list(golds.values()) == [str(number) for number in numbers]
-    for add, value in ((0, 1), (1, 0), (-1, 0)):
-        assert grade(pool, [str(number + add) for number in numbers], list(golds.values()))[0] == [value] * 3
+# --- limits -------------------------------------------------------------------------------------------------
 
 
-def test_gold_answers_that_cannot_be_graded_are_none(pool):
-    golds = ["", " ", "\\frac{1}{", "\\frac{0}{0}", "\\sqrt{2} + \\frac \\pi 2", ENDLESS, "No box here"]
-    golds += ["so \\boxed{5}."]
-    assert parse_answers(pool, golds) == [None] * 5 + [ENDLESS, "No box here", "so \\boxed{5}."]
-    assert wrong(pool, ["5", "$5$"], ["It is \\boxed{4}, or \\boxed{5}."] * 2) == []
+def test_bombs_cost_the_time_limit_and_not_the_run(grader, monkeypatch):
+    monkeypatch.setattr(grpo_math_humanline, "TIME_LIMIT", 2.0)
+    texts = [*BOMBS.values(), *ODD, "5", "6"]
+    rewards, stopped = math_rewards(grader, [Example(1, "", [], text=text, answer="5") for text in texts])
+    # An answer that waits behind them loses nothing.
+    assert rewards["accuracy"].tolist() == [0.0] * (len(texts) - 2) + [1.0, 0.0]
+    assert stopped == len(BOMBS)
 
 
-def test_hostile_answers_cost_the_time_limit_and_not_the_run(pool, monkeypatch):
-    monkeypatch.setattr(pool, "time_limit", 0.5)
-    hostile = [*TIMES_OUT.values(), *ENDS.values()]
-    start = time.monotonic()
-    grades, stopped = grade(pool, [*hostile, "5", "6"], ["5"] * len(hostile) + ["5", "6"])
-    assert grades == [0.0] * len(hostile) + [1.0, 1.0]  # whoever waits behind them loses nothing
-    assert stopped == len(TIMES_OUT)
-    assert time.monotonic() - start < 60
-
-
-def test_memory_is_limited(pool):
+def test_memory_is_limited(grader):
     with pytest.raises(MemoryError):
-        pool.schedule(bytearray, (2**31,)).result()
-    pool.schedule(bytearray, (2**29,)).result()
+        grader.schedule(bytearray, (2**31,)).result()
+    grader.schedule(bytearray, (2**28,)).result()  # and its copies on the way back
 
 
-def test_nothing_is_executed(pool, tmp_path):
+def test_nothing_is_executed(grader, tmp_path):
     target = tmp_path / "made"
-    calls = [
-        f"__import__('os').system('touch {target}')",
-        f"open('{target}', 'w')",
-        f'exec("open({str(target)!r}, 1)")',
-    ]
-    places = ["%s", "\\text{%s}", "5 + %s", "x = %s", "\\sum_{n=0}^{\\infty} \\frac{\\text{%s}}{n!}", "x_{%s}"]
-    texts = [form % (place % call) for form in ("%s", "$%s$", "\\boxed{%s}") for place in places for call in calls]
-    for gold in ("5", "\\pi", "x < 3"):
-        grade(pool, texts, [gold] * len(texts))
-    parse_answers(pool, texts)
+    calls = [f"__import__('os').system('touch {target}')", f"open('{target}', 'w')"]
+    places = ["%s", "\\text{%s}", "5 + %s", "x = %s", "\\sum_{n=0}^{9} \\frac{\\text{%s}}{n!}", "x_{%s}"]
+    forms = ["%s", "$%s$", "\\boxed{%s}"]
+    texts = [form % (place % call) for form in forms for place in places for call in calls]
+    judge_all(grader, [(gold, text) for gold in ("5", "x < 3") for text in texts])
+    judge_all(grader, [(text, None) for text in texts])
     assert not target.exists()
 
 
-def test_each_pair_is_graded_once(pool, monkeypatch):
-    jobs, schedule = [], pool.schedule
-    monkeypatch.setattr(pool, "schedule", lambda f, args, **more: jobs.append(args[:2]) or schedule(f, args, **more))
-    completions = ["5", "<answer>5</answer>", "6", "<think>6</think><answer>5</answer>", "5"]
-    assert grade(pool, completions, ["5", "5", "5", "5", "6"]) == ([1, 1, 0, 1, 0], 0)
-    assert jobs == [("5", "5"), ("5", "6"), ("6", "5")]
+def test_each_job_is_judged_once(grader, monkeypatch):
+    jobs, schedule = [], grader.schedule
+
+    def counted(function, args, **more):
+        jobs.append(args[:2])
+        return schedule(function, args, **more)
+
+    monkeypatch.setattr(grader, "schedule", counted)
+    pairs = [("5", "5"), ("5", "6"), ("5", "5"), ("6", "5"), ("5", None)]
+    assert judge_all(grader, pairs) == [True, False, True, False, True]
+    assert jobs == [("5", "5"), ("5", "6"), ("6", "5"), ("5", None)]
 
 
-def test_two_ranks_equal_one(pool, monkeypatch):
-    completions, golds = map(list, zip(*itertools.product([*GOLDS, ""], GOLDS), (ENDLESS, "5")))
-    monkeypatch.setattr(pool, "time_limit", 1.0)
-    alone = grade(pool, completions, golds)
+def test_two_ranks_equal_one(grader, monkeypatch):
+    monkeypatch.setattr(grpo_math_humanline, "TIME_LIMIT", 1.0)
+    golds, answers = ["5", "1,-2", r"\frac12", r"\text{A}"], ["5", "-2, 1", "0.5", "A"]
+    pairs = [*itertools.product(golds, answers), ("5", ENDLESS)]
+    alone = judge_all(grader, pairs)
     own, sent, barrier = threading.local(), [None, None], threading.Barrier(2, timeout=100)
 
     def all_gather_object(parts, part):
@@ -301,13 +285,14 @@ def test_two_ranks_equal_one(pool, monkeypatch):
 
     def on_rank(rank):
         own.rank = rank
-        return grade(pool, completions, golds)
+        return judge_all(grader, pairs)
 
     ranks = {"get_rank": lambda: own.rank, "get_world_size": lambda: 2, "is_initialized": lambda: True}
-    monkeypatch.setattr(utils, "dist", SimpleNamespace(**ranks, all_gather_object=all_gather_object))
+    ranks["all_gather_object"] = all_gather_object
+    monkeypatch.setattr(grpo_math_humanline, "dist", SimpleNamespace(**ranks))
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(on_rank, range(2))) == [alone, alone]
-    assert [len(part) for part in sent] == [len(completions) // 2 + 1, len(completions) // 2]
+    assert alone.count(True) == 4 and alone[-1] is None and [len(part) for part in sent] == [9, 8]
 
 
 def test_workers_end_when_the_run_is_killed():
@@ -317,12 +302,13 @@ def test_workers_end_when_the_run_is_killed():
 
     code = f"""
 import os, time
-from utils import _judge, start_grader
-pool = start_grader(workers=2, time_limit=1.0)
-server = pool.schedule(os.getppid).result()
-pool.schedule(_judge, ({ENDLESS!r}, None, 1.0))
-print(server, open(f"/proc/{{server}}/task/{{server}}/children").read(), flush=True)
-time.sleep(600)
+from grpo_math_humanline import judge, start_grader
+if __name__ == "__main__":
+    pool = start_grader(workers=2)
+    server = pool.schedule(os.getppid).result()
+    pool.schedule(judge, ({ENDLESS!r}, None, 1.0))
+    print(server, open(f"/proc/{{server}}/task/{{server}}/children").read(), flush=True)
+    time.sleep(600)
 """
     run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     processes = run.stdout.readline().split()
@@ -333,31 +319,3 @@ time.sleep(600)
     while any(map(running, processes)):
         assert time.monotonic() < deadline, "workers outlived the run"
         time.sleep(0.1)
-
-
-def test_math500_gold_answers_equal_themselves(pool):
-    problems = rows("math500_test.jsonl")
-    answers = [row["answer"] for row in problems]
-    assert parse_answers(pool, answers) == answers
-    for form in ("%s", LAYOUT % "$%s$"):
-        assert wrong(pool, [form.replace("%s", answer) for answer in answers], answers) == []
-    assert wrong(pool, [row["solution"] for row in problems], answers) == []  # boxed, in prose
-
-
-def test_math500_wrong_answers_are_wrong(pool):
-    answers = [row["answer"] for row in rows("math500_test.jsonl")]
-    others = [next(o for o in answers[i + 1 :] + answers if o != answer) for i, answer in enumerate(answers)]
-    equal = [("x=5", "5")]  # a value, and an equation for it
-    pairs = [pair for pair in zip(others, answers) if pair not in equal]
-    assert len(pairs) == 499 and wrong(pool, *zip(*pairs)) == pairs
-    # another first digit, except that of an exponent or of a base
-    pairs = [(re.sub(r"\d", lambda m: str((int(m[0]) + 3) % 10), answer, count=1), answer) for answer in answers]
-    pairs = [pair for pair in pairs if pair[0] != pair[1]]
-    assert len(pairs) == 489 and wrong(pool, *zip(*pairs)) == pairs
-
-
-def test_gold_answers_of_training_problems(pool):
-    problems = rows("prm800k_split_train_sample512.jsonl")
-    golds = parse_answers(pool, [row["solution"] for row in problems])
-    assert golds.count(None) == 0
-    assert wrong(pool, [row["answer"] for row in problems], golds) == []

@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import KTOConfig, KTOTrainer
 
-from kto_humanline import Args, kto_loss, load_groups, mismatched, read_row
+from kto_humanline import Args, kto_loss, load_groups, make_group, mismatch, read_row
 from utils import Example, encode_group, token_logps
 
 TOY = ROOT / "toy" / "tales"
@@ -58,7 +58,9 @@ def test_loss_equals_equation_7_by_hand_and_gradient_finite_differences():
         assert rewards[i].item() == pytest.approx(0.25 * r, rel=1e-12)
     variable = log_ratio.clone().requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda x: kto_loss(x.clamp(-1.5, 1.5), mask, desirable, 0.7, 0.25, 1.1, 0.9)[0].sum(), variable, eps=1e-7
+        lambda x: kto_loss(x.clamp(-1.5, 1.5), mask, desirable, 0.7, 0.25, 1.1, 0.9)[0].sum(),
+        variable,
+        eps=1e-7,
     )
     kto_loss(variable.clamp(-1.5, 1.5), mask, desirable, 0.7, 0.25, 1.1, 0.9)[0].sum().backward()
     outside = variable.abs() > 1.5
@@ -68,27 +70,38 @@ def test_loss_equals_equation_7_by_hand_and_gradient_finite_differences():
 def test_desirable_and_undesirable_are_symmetric():
     log_ratio, mask = torch.randn(3, 4, dtype=torch.float64), torch.ones(3, 4)
     yes, no = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)
-    assert torch.equal(
-        kto_loss(log_ratio, mask, yes, 0.0, 0.5, 1.0, 1.0)[0], kto_loss(-log_ratio, mask, no, 0.0, 0.5, 1.0, 1.0)[0]
-    )
+    desirable, _ = kto_loss(log_ratio, mask, yes, 0.0, 0.5, 1.0, 1.0)
+    undesirable, _ = kto_loss(-log_ratio, mask, no, 0.0, 0.5, 1.0, 1.0)
+    assert torch.equal(desirable, undesirable)
 
 
-def test_mismatched_takes_the_completion_of_the_next_example_with_another_prompt():
+def test_mismatch_takes_the_completion_of_the_next_example_with_another_prompt():
     batch = [Example(row, "", [row], [10 * row + i], 1.0 - i) for row, i in ((1, 0), (1, 1), (2, 0), (3, 0))]
-    found = [(x.prompt_ids, x.completion_ids) for x in mismatched(batch)]
+    found = [(x.prompt_ids, x.completion_ids) for x in mismatch(batch)]
     assert found == [([1], [20]), ([1], [20]), ([2], [30]), ([3], [10])]
-    assert mismatched(batch[:2]) == [] and mismatched(batch[:1]) == []
+    assert mismatch(batch[:2]) == [] and mismatch(batch[:1]) == []
+
+
+def test_a_round_makes_the_best_desirable_and_the_worst_undesirable():
+    samples = [Example(1, "", [1], [10 + i], reward) for i, reward in enumerate((0.3, 0.9, 0.1))]
+    pair = make_group(Args(reward_threshold=0.5), samples)
+    assert [(x.completion_ids, x.reward) for x in pair] == [([11], 1.0), ([12], 0.0)]
+    assert make_group(Args(reward_threshold=0.81), samples) == ()
 
 
 def test_z_0_by_hand(paired, tmp_path):
-    """Step 1 at k=1: the reference is the initial policy, the policy is one update on; one batch of all 64 pairs."""
-    flags = ["--dataset", paired, "--eval-dataset", "", "--batch-size", "128", "--warmup-fraction", "0", "--k", "1"]
-    flags += ["--lr", "0.003", "--log-epsilon-P", "-0.3", "--log-epsilon-R", "0.3", "--num-steps"]
-    runs = [[*flags, "2", "--output-dir", f"{tmp_path}/run"], [*flags, "1", "--output-dir", f"{tmp_path}/one"]]
-    run_ranks(1, runs, script="kto_humanline")
+    """Step 1 at k=1: the reference is the initial policy, the policy one update on; a batch is all rows."""
+    flags = ["--dataset", paired, "--eval-dataset", "", "--batch-size", "128", "--warmup-fraction", "0"]
+    flags += ["--k", "1", "--lr", "0.003", "--log-epsilon-P", "-0.3", "--log-epsilon-R", "0.3", "--num-steps"]
+    two_steps = [*flags, "2", "--output-dir", f"{tmp_path}/run"]
+    one_step = [*flags, "1", "--output-dir", f"{tmp_path}/one"]
+    run_ranks(1, [two_steps, one_step], script="kto_humanline")
     tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
     tokens = tokens_of(tokenizer, {tokenizer.eos_token_id})
-    groups = [encode_group(Args(), tokens, i, *read_row(Args(), row))[0] for i, row in enumerate(toy_rows(64), 1)]
+    groups = []
+    for number, row in enumerate(toy_rows(64), 1):
+        group, _ = encode_group(Args(), tokens, number, *read_row(row))
+        groups.append(group)
     order = np.random.default_rng((1, 1)).permutation(64)  # epoch 1: a batch is the whole set
     batch = [member for i in order for member in groups[i]]
     policy, reference = (
@@ -101,7 +114,8 @@ def test_z_0_by_hand(paired, tmp_path):
         mask = torch.zeros(ids.shape)
         mask[:, len(x.prompt_ids) :] = 1
         with torch.no_grad():
-            total += (token_logps(policy, ids, mask) - token_logps(reference, ids, mask)).clamp(-0.3, 0.3).sum().item()
+            log_ratio = token_logps(policy, ids, mask) - token_logps(reference, ids, mask)
+        total += log_ratio.clamp(-0.3, 0.3).sum().item()
     first, second = metrics(tmp_path / "run")
     assert first["kto/z_0"] == 0
     assert second["kto/z_0"] == pytest.approx(max(total / 128, 0), rel=1e-6, abs=1e-9)
@@ -109,19 +123,22 @@ def test_z_0_by_hand(paired, tmp_path):
 
 JOBS = [("paired", "--humanline"), ("unpaired", "--humanline"), ("paired", "--no-humanline")]
 EXACT = ["--max-grad-norm", "1e9"]  # the norm is rounded to fp32, and so is what is clipped by it
+SAME = ["kto/z_0", "loss", "rewards/chosen", "rewards/rejected", "humanline/log_ratio_abs_mean"]
 
 
 @pytest.fixture(scope="module")
 def layouts(paired, unpaired, tmp_path_factory):
+    """{(data, flag, ranks, number): metrics}. --micro-batch-tokens: any, one sequence in a pass, two."""
     folder, runs = tmp_path_factory.mktemp("layouts"), {}
-    for ranks, sizes in {1: ["0", "1"], 2: ["2"], 4: ["1"]}.items():
-        jobs = {
-            (*job, ranks, i): [*RUN, *EXACT, job[1], "--dataset", path, "--micro-batch-size", size, "--output-dir"]
-            for job, path in zip(JOBS, (paired, unpaired, paired))
-            if ranks < 4 or job[1] == "--humanline"
-            for i, size in enumerate(sizes)
-        }
-        jobs = {key: [*arguments, str(folder / "".join(map(str, key)))] for key, arguments in jobs.items()}
+    files = {"paired": paired, "unpaired": unpaired}
+    for ranks, sizes in {1: ["0", "1"], 2: ["60"], 4: ["1"]}.items():
+        jobs = {}
+        for data, flag in JOBS:
+            for i, size in enumerate(sizes):
+                if ranks < 4 or flag == "--humanline":
+                    run = [*RUN, *EXACT, flag, "--dataset", files[data], "--micro-batch-tokens", size]
+                    run += ["--output-dir", str(folder / f"{data}{flag}{ranks}{i}")]
+                    jobs[data, flag, ranks, i] = run
         run_ranks(ranks, list(jobs.values()), script="kto_humanline")
         runs |= {key: metrics(arguments[-1]) for key, arguments in jobs.items()}
     return runs
@@ -134,23 +151,29 @@ def test_z_0_loss_and_gradient_norm_agree_for_all_layouts(layouts, data, flag):
         if (d, f) == (data, flag):
             for a, b in zip(expected, steps, strict=True):
                 assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-6)
-                for key in ("kto/z_0", "loss", "rewards/chosen", "rewards/rejected", "humanline/log_ratio_abs_mean"):
+                for key in SAME:
                     assert b[key] == pytest.approx(a[key], rel=1e-9, abs=1e-12), (key, a["step"])
 
 
 def test_kto_losses_of_trl_where_its_kl_batch_is_ours(tmp_path):
-    """With two examples of different prompts there is one way to mismatch them, and both take it. With more, TRL pairs
-    a prompt with the completion before it in the order of the data set, and this script with the next other prompt."""
+    """With two examples of different prompts there is one way to mismatch them, and both take it. With more,
+    TRL pairs a prompt with the completion before it in the order of the data set, and this script with the
+    next other prompt."""
     rows = toy_rows(40)
     other = next(row for row in rows if row["prompt"] != rows[0]["prompt"])
     chats = [(rows[0]["prompt"], rows[0]["chosen"], True), (other["prompt"], other["rejected"], False)]
     data = [
-        {"prompt": [{"role": "user", "content": p}], "completion": [{"role": "assistant", "content": c}], "label": y}
+        {
+            "prompt": [{"role": "user", "content": p}],
+            "completion": [{"role": "assistant", "content": c}],
+            "label": y,
+        }
         for p, c, y in chats
     ]
-    ours = ["--no-humanline", "--dataset", write(tmp_path / "two.jsonl", data), "--batch-size", "2", "--num-steps", "5"]
-    ours += ["--warmup-fraction", "0", "--lr", "1e-3", "--beta", "0.5", "--adam-eps", "1e-8", "--weight-decay", "0"]
-    ours += ["--lambda-D", "1.1", "--lambda-U", "0.9", "--eval-dataset", "", "--output-dir", str(tmp_path / "ours")]
+    ours = ["--no-humanline", "--dataset", write(tmp_path / "two.jsonl", data), "--batch-size", "2"]
+    ours += ["--num-steps", "5", "--warmup-fraction", "0", "--lr", "1e-3", "--beta", "0.5"]
+    ours += ["--adam-eps", "1e-8", "--weight-decay", "0", "--lambda-D", "1.1", "--lambda-U", "0.9"]
+    ours += ["--eval-dataset", "", "--output-dir", str(tmp_path / "ours")]
     run_ranks(1, [ours], script="kto_humanline")
     trainer = KTOTrainer(
         model=AutoModelForCausalLM.from_pretrained(TOY / "policy"),
@@ -197,21 +220,21 @@ def test_labels_that_are_not_booleans_are_named(tmp_path, label, capsys):
     rows = [{"prompt": "about cat", "completion": "the", "label": value} for value in (True, label)]
     tokens = tokens_of(AutoTokenizer.from_pretrained(TOY / "policy"), {5})
     with pytest.raises(SystemExit):
-        load_groups(Args(), "--dataset", write(tmp_path / "bad.jsonl", rows), "train", tokens, (1, 2), {})
+        load_groups(Args(), "--dataset", write(tmp_path / "bad.jsonl", rows), "train", tokens, (1, 2))
     error = capsys.readouterr().err
     assert f"bad.jsonl, line 2: label must be true or false, not {label!r}" in error
 
 
-def test_one_class_only_is_warned_about_and_trains(tmp_path):
+def test_one_class_only_trains(tmp_path):
     rows = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in toy_rows(32)]
     run = [*RUN, "--dataset", write(tmp_path / "good.jsonl", rows), "--output-dir", str(tmp_path / "run")]
-    output = run_ranks(1, [run], script="kto_humanline")
-    assert "warning: all examples have one label; the paper" in output
+    run_ranks(1, [run], script="kto_humanline")
     steps = metrics(tmp_path / "run")
     assert steps[-1]["rewards/chosen"] > 0 and not {"rewards/rejected", "rewards/margins"} & steps[-1].keys()
 
 
-ONLINE = ["--online", "--engine", "hf", "--round-prompts", "12", "--max-new-tokens", "40", "--eval-samples", "16"]
+ONLINE = ["--online", "--engine", "hf", "--round-prompts", "12", "--max-new-tokens", "40"]
+ONLINE += ["--eval-samples", "16"]
 
 
 def test_online_splits_best_and_worst_and_resumes(paired, tmp_path, monkeypatch):
@@ -221,7 +244,8 @@ def test_online_splits_best_and_worst_and_resumes(paired, tmp_path, monkeypatch)
     steps = metrics(tmp_path / "one", True)
     assert len(steps) == 4 and steps[-1]["rollout/round"] >= 3
     for a, b in zip(steps, metrics(tmp_path / "two", True), strict=True):
-        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5) and b["rollout/reward_mean"] == a["rollout/reward_mean"]
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["rollout/reward_mean"] == a["rollout/reward_mean"]
     monkeypatch.setenv("KILL", "kto_loss 5")  # the first is the evaluation, the fifth step 3
     (killed,) = start_ranks(1, [[*run, f"{tmp_path}/cut"]], "killing_worker.py", "kto_humanline")
     finish([killed])
@@ -239,10 +263,12 @@ def test_real_unpaired_data_trains_on_two_ranks(tmp_path):
     rows = (SHARED / "preferences" / "unpaired.jsonl").open().readlines()[:64]
     (tmp_path / "unpaired.jsonl").write_text("".join(rows))
     run = ["--model", str(SHARED / "model-stories260K"), "--dataset", str(tmp_path / "unpaired.jsonl")]
-    run += ["--chat-template", str(template), "--max-prompt-length", "128", "--max-length", "256", "--batch-size", "8"]
+    run += ["--chat-template", str(template), "--max-prompt-length", "128", "--max-length", "256"]
+    run += ["--batch-size", "8"]
     run += ["--num-steps", "2", "--beta", "0.25", "--lr", "1e-4", "--warmup-fraction", "0", "--k", "1"]
     output = run_ranks(1, [[*run, "--output-dir", str(tmp_path / "one")]], script="kto_humanline")
-    run_ranks(2, [[*run, "--micro-batch-size", "1", "--output-dir", str(tmp_path / "two")]], script="kto_humanline")
+    run += ["--micro-batch-tokens", "1"]
+    run_ranks(2, [[*run, "--output-dir", str(tmp_path / "two")]], script="kto_humanline")
     assert " rows, " in output and re.search(r"dropped; \d+ .*: lines \d", output)
     for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
         for key in ("loss", "grad_norm", "kto/z_0"):

@@ -1,5 +1,5 @@
-"""Policy and reference are the model in the files, whatever its architecture and dtype, and take no more memory than
-their shards and the files' pages."""
+"""Policy and reference are the model in the files, whatever its architecture and dtype, and take no more
+memory than their shards and the files' pages."""
 
 import json
 import shutil
@@ -19,7 +19,13 @@ from transformers import (
 )
 
 SIZES = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SIZES |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 MODELS = {
     "Llama": LlamaConfig(**SIZES),
     "Qwen2, tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
@@ -64,5 +70,6 @@ def test_the_ranks_of_a_machine_share_the_pages_of_the_files(tmp_path):
     found = json.loads(next(line for line in said.splitlines() if line.startswith('{"peak"')))
     shutil.rmtree(tmp_path)
     assert found["parameters"] > 1e8
-    # Policy and reference take 4 bytes a parameter each, the files 2; a whole copy in fp32 on every rank would take 16.
+    # Policy and reference take 4 bytes a parameter each, the files 2.
+    # A whole copy in fp32 on every rank would take 16.
     assert found["peak"] < 1.2 * (4 + 4 + 2) * found["parameters"]

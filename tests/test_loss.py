@@ -20,7 +20,10 @@ def batch(pairs=3, length=6, scale=2.0, seed=0):
 def loss_by_hand(log_ratio, mask, beta, low=-math.inf, high=math.inf):
     """Equation 6 in python floats."""
     rows, pairs = log_ratio.tolist(), len(log_ratio) // 2
-    rewards = [beta * sum(min(max(x, low), high) for x, m in zip(row, ms) if m) for row, ms in zip(rows, mask.tolist())]
+    rewards = []
+    for row, row_mask in zip(rows, mask.tolist()):
+        clipped = [min(max(x, low), high) for x, m in zip(row, row_mask) if m]
+        rewards.append(beta * sum(clipped))
     return [math.log1p(math.exp(-(rewards[i] - rewards[pairs + i]))) for i in range(pairs)]
 
 
@@ -29,7 +32,8 @@ def test_loss_equals_the_equation_by_hand(bounds):
     log_ratio, mask = batch()
     loss, rewards = dpo_loss(log_ratio.clamp(*bounds), mask, beta=0.1)
     assert loss.tolist() == pytest.approx(loss_by_hand(log_ratio, mask, 0.1, *bounds), rel=1e-12)
-    assert rewards.tolist() == pytest.approx((0.1 * (log_ratio.clamp(*bounds) * mask).sum(-1)).tolist(), rel=1e-12)
+    expected = 0.1 * (log_ratio.clamp(*bounds) * mask).sum(-1)
+    assert rewards.tolist() == pytest.approx(expected.tolist(), rel=1e-12)
 
 
 @pytest.mark.parametrize("bounds", [(-math.inf, math.inf), (-1.5, 1.5)])
@@ -75,12 +79,14 @@ LOW, HIGH, M = -1.5, 1.5, 10.0
 
 def draws(shape, kappa):
     mask = torch.ones(shape, dtype=torch.float64)
-    keys = [[(0, row, side) for row in range(shape[0])] for side in (0, 1)]
-    return [beta_draws(mask, key, kappa, math.exp(bound) / M) for key, bound in zip(keys, (LOW, -HIGH))]
+    keys = [(0, row) for row in range(shape[0])]
+    B_P = beta_draws(mask, keys, 0, kappa, math.exp(LOW) / M)
+    B_R = beta_draws(mask, keys, 1, kappa, math.exp(-HIGH) / M)
+    return B_P, B_R
 
 
 def kept(log_ratio, B_P, B_R):
-    """1 where a token keeps its gradient, else 0; no token may change its value. A draw of 0 rejects nothing."""
+    """1 where a token keeps its gradient, else 0; no token may change its value. A draw of 0 rejects none."""
     log_ratio = log_ratio.clone().requires_grad_()
     sampled = humanline_sampling(log_ratio, B_P, B_R, M)
     assert torch.equal(sampled, log_ratio)
@@ -121,8 +127,10 @@ def test_rejected_tokens_keep_their_value_and_lose_their_gradient():
     assert kept(log_ratio, none, B_R).tolist() == [[1.0, 1.0, 0.0]]
 
 
-def test_draws_depend_on_their_key_alone():
-    wide = beta_draws(torch.ones(2, 9), [(1, 2), (1, 3)], 50.0, 0.1)
-    narrow = beta_draws(torch.ones(1, 4), [(1, 3)], 50.0, 0.1)
+def test_draws_depend_on_their_key_and_stream_alone():
+    wide = beta_draws(torch.ones(2, 9), [(1, 2), (1, 3)], 0, 50.0, 0.1)
+    narrow = beta_draws(torch.ones(1, 4), [(1, 3)], 0, 50.0, 0.1)
     assert torch.equal(wide[1:, :4], narrow) and not torch.equal(wide[0], wide[1])
-    assert np.isclose(beta_draws(torch.ones(1, 20000), [(7,)], 50.0, 0.1).mean(), 0.1, atol=0.002)
+    other = beta_draws(torch.ones(1, 4), [(1, 3)], 1, 50.0, 0.1)
+    assert not torch.equal(narrow, other)
+    assert np.isclose(beta_draws(torch.ones(1, 20000), [(7,)], 0, 50.0, 0.1).mean(), 0.1, atol=0.002)

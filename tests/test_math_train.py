@@ -11,15 +11,21 @@ import pytest
 from conftest import ROOT, SHARED
 
 REAL = SHARED / "math"
-SUBJECTS = "algebra counting_and_probability geometry intermediate_algebra number_theory prealgebra precalculus".split()
+SUBJECTS = "algebra counting_and_probability geometry intermediate_algebra number_theory".split()
+SUBJECTS += ["prealgebra", "precalculus"]
 
 
 def problem(number: int) -> dict:
-    return {"problem": f"What is {number} + 1?", "solution": f"It is $\\boxed{{{number + 1}}}$.", "level": "Level 1"}
+    return {
+        "problem": f"What is {number} + 1?",
+        "solution": f"It is $\\boxed{{{number + 1}}}$.",
+        "level": "Level 1",
+    }
 
 
 MATH = [problem(number) for number in range(12_500)]
-MATH500 = [{**row, "problem": f" {row['problem']}\n", "answer": "?"} for row in MATH[::25]]  # white space is no matter
+# White space is no matter.
+MATH500 = [row | {"problem": f" {row['problem']}\n", "answer": "?"} for row in MATH[::25]]
 
 
 def write(path, rows):
@@ -43,7 +49,7 @@ def math_train(folder, *flags, out="math_train.jsonl"):
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """A data set as EleutherAI/hendrycks_math is stored: a configuration for each subject, each with both splits."""
+    """A data set like EleutherAI/hendrycks_math: for each subject a configuration with both splits."""
     folder = tmp_path_factory.mktemp("hub") / "hendrycks_math"
     card = "---\nconfigs:\n"
     for i, subject in enumerate(SUBJECTS):
@@ -72,7 +78,8 @@ def test_the_real_files(tmp_path):
     with gzip.open(train, "rt") as file:
         wanted = [json.loads(line) for line in file]
     assert rows == [{"problem": row["problem"], "solution": row["solution"]} for row in wanted]
-    assert math_train(tmp_path, "--math", train, "--math500", test) == rows  # PRM800K's split is already without them
+    # PRM800K's split is already without them.
+    assert math_train(tmp_path, "--math", train, "--math500", test) == rows
 
 
 @pytest.mark.parametrize(
@@ -83,13 +90,18 @@ def test_the_real_files(tmp_path):
         (MATH500, MATH500, "500 problems, of which 0 are not"),
         (MATH, MATH500[:-1], "test.jsonl: 499 problems, not 500"),
         (MATH, MATH500[:-1] + MATH500[:1], "test.jsonl: 499 problems, not 500"),
-        ([*MATH[:-1], {"question": "?"}], MATH500, "train.jsonl: every row needs the texts problem and solution"),
+        (
+            [*MATH[:-1], {"question": "?"}],
+            MATH500,
+            "train.jsonl: every row needs the texts problem and solution",
+        ),
         ([*MATH[:-1], {"problem": "?", "solution": None}], MATH500, "every row needs the texts"),
         ([*MATH[:-1], 5], MATH500, "every row needs the texts"),
     ],
 )
 def test_anything_but_12000_problems_is_refused(math, math500, told, tmp_path):
-    flags = ["--math", write(tmp_path / "train.jsonl", math), "--math500", write(tmp_path / "test.jsonl", math500)]
+    flags = ["--math", write(tmp_path / "train.jsonl", math)]
+    flags += ["--math500", write(tmp_path / "test.jsonl", math500)]
     assert told in math_train(tmp_path, *flags)
 
 

@@ -10,7 +10,11 @@ import pytest
 from conftest import ROOT, TOY, run_ranks
 
 sys.path.insert(0, str(ROOT / "benchmark"))
-PARAMETERS = {"llama-3-8b": 8_030_261_248, "qwen2.5-1.5b": 1_543_714_304, "gemma-2-27b": 27_227_128_320}  # published
+PARAMETERS = {  # published
+    "llama-3-8b": 8_030_261_248,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "gemma-2-27b": 27_227_128_320,
+}
 STATE = {"parameters": 4, "gradients": 4, "Adam moments": 8}  # bytes of a parameter
 GIB = 2**30
 
@@ -34,26 +38,34 @@ def sizes(folder) -> list:
 def test_state_is_hand_arithmetic():
     """Each parameter is cut along its first dimension, and rank 0 has the first and largest part."""
     runs = [(1, "float32"), (4, "bfloat16"), (8, "bfloat16")]
-    common = ["--model", "toy", "--micro-batch-size", 1]
+    common = ["--model", "toy", "--micro-batch-tokens", 2500]  # a pair
     found = estimates(*[[*common, "--ranks", ranks, "--dtype", dtype] for ranks, dtype in runs])
     assert len(found) == len(runs)
     for (ranks, dtype), estimate in zip(runs, found):
         held = sum(-(-shape[0] // ranks) * shape[1:].numel() for shape in sizes(TOY / "policy"))
         state = STATE | {"reference": 2 if dtype == "bfloat16" else 4}
-        assert {name: estimate["parts"][name] for name in state} == {n: b * held / GIB for n, b in state.items()}
+        for name, count in state.items():
+            assert estimate["parts"][name] == count * held / GIB, name
         assert sum(estimate["parts"].values()) == estimate["peak"]
 
 
 def test_a_budget_of_tokens_is_that_of_as_many_sequences():
     common = ["--model", "toy", "--ranks", 2, "--max-length", 100]
-    budget, pairs, larger = estimates(
-        *[[*common, *more] for more in (["--micro-batch-tokens", 800], ["--micro-batch-size", 4], [])]
+    four_pairs = ["--micro-batch-tokens", 800]
+    no_fifth = ["--micro-batch-tokens", 999]
+    one_pass = ["--batch-size", 8]
+    budget, more, alone, larger = estimates(
+        *[[*common, *flags] for flags in (four_pairs, no_fifth, one_pass, [])]
     )
-    assert budget["parts"] == pairs["parts"] and larger["parts"]["activations"] > 2 * budget["parts"]["activations"]
+    assert budget["parts"] == more["parts"]
+    activations = budget["parts"]["activations"]
+    assert alone["parts"]["activations"] == activations
+    assert larger["parts"]["activations"] > 2 * activations
 
 
 def test_shards_of_one_machine_are_those_of_its_ranks():
-    four, two_by_four = estimates(["--model", "toy", "--ranks", 4], ["--model", "toy", "--ranks", 8, "--shard-size", 4])
+    common = ["--model", "toy", "--ranks"]
+    four, two_by_four = estimates([*common, 4], [*common, 8, "--shard-size", 4])
     assert four["parts"]["Adam moments"] == two_by_four["parts"]["Adam moments"]
 
 
@@ -68,17 +80,20 @@ def test_presets_have_the_published_number_of_parameters(preset):
 
 def test_every_script_and_preset():
     online = ["--online", "--reward-model", "llama-3-8b"]
+    two_sequences = ["--micro-batch-tokens", 2500]
     vllm, hf, math, gemma = estimates(
         ["--script", "kto", "--model", "llama-3-8b", *online, "--vllm-memory", 0.5, "--gpu-memory", 40],
-        ["--script", "grpo", "--model", "qwen2.5-1.5b", *online, "--engine", "hf", "--micro-batch-size", 2],
+        ["--script", "grpo", "--model", "qwen2.5-1.5b", *online, "--engine", "hf", *two_sequences],
         ["--script", "grpo_math", "--ranks", 2],
-        ["--script", "dpo", "--model", "gemma-2-27b", "--micro-batch-size", 1, "--gradient-checkpointing"],
+        ["--script", "dpo", "--model", "gemma-2-27b", *two_sequences, "--gradient-checkpointing"],
     )
     assert vllm["phases"]["sampling"]["engine"] == 20 and "engine" not in vllm["phases"]["training"]
-    judge = 128256 * 4096 + 2 * (2 * 4096 * 5120 + 3 * 4096 * 14336 + 2 * 4096) + 2 * 4096  # no head but 1 x 4096
+    layer = 2 * 4096 * 5120 + 3 * 4096 * 14336 + 2 * 4096
+    judge = 128256 * 4096 + 2 * layer + 2 * 4096  # no head but 1 x 4096
     assert vllm["parts"]["reward model"] == hf["parts"]["reward model"] == 2 * judge / GIB
     assert hf["phases"]["training"]["engine"] == 2 * hf["parts"]["parameters"]  # of four ranks, in bf16
-    cache = 2 * 2 * 2 * 128 * (625 + 2048) * 32 * 2 / GIB  # both, layers, heads, width, tokens, samples, bytes
+    # both, layers, heads, width, tokens, samples, bytes
+    cache = 2 * 2 * 2 * 128 * (625 + 2048) * 32 * 2 / GIB
     assert hf["phases"]["sampling"]["engine"] - hf["phases"]["training"]["engine"] == pytest.approx(cache)
     assert math["peak"] > 0 and set(gemma["phases"]) == {"training"}
 
@@ -86,7 +101,7 @@ def test_every_script_and_preset():
 def test_llama_3_8b_takes_less_than_half_a_minute():
     """Of one core, however many others use it."""
     command = [sys.executable, ROOT / "benchmark" / "memory.py", "--model", "llama-3-8b", "--json"]
-    flags = ["--ranks", "4", "--micro-batch-size", "2", "--gradient-checkpointing"]
+    flags = ["--ranks", "4", "--micro-batch-tokens", "5000", "--gradient-checkpointing"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = subprocess.run([*command, *flags], capture_output=True, text=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -100,7 +115,7 @@ def test_llama_3_8b_takes_less_than_half_a_minute():
 @pytest.mark.parametrize(
     "flags, told",
     [
-        (["--micro-bach-size", "2"], "--micro-batch-size"),
+        (["--micro-bach-tokens", "2"], "--micro-batch-tokens"),
         (["--model", "meta-llama/Meta-Llama-3-8B"], "neither a folder"),
         (["--ranks", "3"], "3 ranks"),
     ],
@@ -115,7 +130,7 @@ def test_what_is_refused(flags, told, capsys):
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory) -> Path:
-    """A Llama of 20 million parameters, 16 of them head and embedding, and eight pairs of 2 x 64 + 64 tokens."""
+    """A Llama of 20 million parameters, 16 of them head and embedding, and pairs of 2 x (64 + 64) tokens."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("material")
@@ -123,7 +138,11 @@ def material(tmp_path_factory) -> Path:
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     LlamaForCausalLM(LlamaConfig(**shape, eos_token_id=5, pad_token_id=0)).save_pretrained(folder / "model")
     AutoTokenizer.from_pretrained(TOY / "policy").save_pretrained(folder / "model")
-    row = {"prompt": "rose " * 60 + "rose", "chosen": "ivy " * 99 + "ivy", "rejected": "holly " * 99 + "holly"}
+    row = {
+        "prompt": "rose " * 60 + "rose",
+        "chosen": "ivy " * 99 + "ivy",
+        "rejected": "holly " * 99 + "holly",
+    }
     (folder / "pairs.jsonl").write_text((json.dumps(row) + "\n") * 8)
     return folder
 
@@ -133,12 +152,12 @@ def material(tmp_path_factory) -> Path:
     "script, ranks, flags, visible",
     [
         ("dpo", 2, ["--batch-size=8", "--gradient-checkpointing"], ["Adam moments", "head, temporaries"]),
-        ("grpo", 1, ["--batch-size=12", "--micro-batch-size=6"], ["gradients", "activations"]),
+        ("grpo", 1, ["--batch-size=12", "--micro-batch-tokens=768"], ["gradients", "activations"]),
     ],
 )
 def test_estimate_is_the_measured_peak(material, tmp_path, script, ranks, flags, visible):
     """And no part of it could be forgotten without notice."""
-    common = ["--dataset", f"{material}/pairs.jsonl", "--num-steps=2", "--checkpoint-every=0", "--dtype=float32"]
+    common = [f"--dataset={material}/pairs.jsonl", "--num-steps=2", "--checkpoint-every=0", "--dtype=float32"]
     common += ["--max-length=128", "--max-prompt-length=64", "--max-new-tokens=64", *flags]
     runs = [
         [*common, "--model", m, "--output-dir", f"{tmp_path}/{i}"]

@@ -21,9 +21,10 @@ sys.path.insert(0, str(ROOT / "paper"))
 import miniature  # noqa: E402
 
 RESULTS = ROOT / "paper" / "results"
-# What a figure is about: the only flags in which the arms of a panel may differ, besides the tuned learning rate.
+# What a figure is about: the only flags in which the arms of a panel may differ, besides the tuned learning
+# rate. In figure 1 online takes prompts, and Table 3 widens offline GRPO's ε.
 ABOUT = {
-    "figure1": {"humanline", "online", "epsilon", "dataset"},  # online takes prompts; Table 3 widens offline GRPO's ε
+    "figure1": {"humanline", "online", "epsilon", "dataset"},
     "figure5": {"clip", "sync"},
     "figure5_dpo": {"clip"},
     "figure6": {"dataset"},
@@ -34,9 +35,13 @@ ABOUT = {
 }
 
 
-def rows_of(name: str) -> list[dict]:
-    with (RESULTS / f"{name}.csv").open(newline="") as file:
+def read_csv(path) -> list[dict]:
+    with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def rows_of(name: str) -> list[dict]:
+    return read_csv(RESULTS / f"{name}.csv")
 
 
 @pytest.mark.parametrize("name", ABOUT)
@@ -44,51 +49,104 @@ def test_the_arms_of_a_figure_differ_only_in_the_flags_that_it_is_about(name, tm
     assert miniature.FIGURES.keys() == ABOUT.keys()
     panels = {}
     for arm in miniature.FIGURES[name]:
-        words = shlex.split(miniature.command(arm, arm.lrs[0], 11).rpartition("&& ")[2])
-        _, _, args = parse(words, tmp_path, monkeypatch)
-        assert args.seed == 11 and args.lr == arm.lrs[0]
-        panels.setdefault(arm.panel, []).append((arm.script, args.__dict__))
+        line = miniature.command(arm, arm.lrs[0], 11)
+        *_, training = line.split("&& ")
+        _, _, args = parse(shlex.split(training), tmp_path, monkeypatch)
+        assert args.seed == 11
+        assert args.lr == arm.lrs[0]
+        settings = panels.setdefault(arm.panel, [])
+        settings.append((arm.script, vars(args)))
     for settings in panels.values():
         (script, first), *others = settings
-        different = [{key for key in first if first[key] != other[key]} for _, other in others]
-        assert all(name == script for name, _ in others) and all(different), "two arms are the same run"
-        assert set().union(*different) <= ABOUT[name]
+        for other_script, other in others:
+            different = {key for key in first if first[key] != other[key]}
+            assert other_script == script
+            assert different, "two arms are the same run"
+            assert different <= ABOUT[name]
 
 
 def made_rows(values: dict[tuple, list]) -> list[dict]:
     rows = []
     for (panel, arm), numbers in values.items():
         for seed, number in enumerate(numbers, 11):
-            row = {"panel": panel, "arm": arm, "phase": "reported", "lr": 1.0, "seed": seed}
-            rows.append(row | ({} if number is None else {"score": number}))
+            row = {
+                "panel": panel,
+                "arm": arm,
+                "phase": "reported",
+                "lr": 1.0,
+                "seed": seed,
+            }
+            if number is not None:
+                row["score"] = number
+            rows.append(row)
     return rows
 
 
-def test_intervals_tests_and_holm_are_those_of_the_formulas():
-    values = {("A", "ours"): [1.0, 1.2, 0.9, 1.1], ("A", "one"): [0.7, 0.2, 0.6, 0.5]}
-    values |= {("A", "two"): [1.0, 1.3, 0.8, 1.2]}
-    values |= {("B", "ours"): [2.0, 2.1, 2.2, 2.3], ("B", "three"): [1.0, None, 1.2, 1.1]}
-    tuning = {"panel": "A", "arm": "ours", "phase": "tuning", "lr": 1.0, "seed": 1, "score": 99.0}
-    table = {(line["panel"], line["arm"]): line for line in miniature.compare([*made_rows(values), tuning], "score")}
+VALUES = {  # None: the run collapsed
+    ("A", "ours"): [1.0, 1.2, 0.9, 1.1],
+    ("A", "one"): [0.7, 0.2, 0.6, 0.5],
+    ("A", "two"): [1.0, 1.3, 0.8, 1.2],
+    ("B", "ours"): [2.0, 2.1, 2.2, 2.3],
+    ("B", "three"): [1.0, None, 1.2, 1.1],
+}
+
+
+@pytest.fixture
+def table() -> dict[tuple, dict]:
+    """What is made of VALUES, and of a run for tuning, which counts for nothing."""
+    rows = made_rows(VALUES)
+    rows.append(rows[0] | {"phase": "tuning", "seed": 1, "score": 99.0})
+    lines = miniature.compare(rows, "score")
+    return {(line["panel"], line["arm"]): line for line in lines}
+
+
+def without_none(numbers: list) -> np.ndarray:
+    return np.array([number for number in numbers if number is not None])
+
+
+def test_intervals_are_those_of_the_formula(table):
+    for key, numbers in VALUES.items():
+        whole = without_none(numbers)
+        quantile = stats.t.ppf(0.975, len(whole) - 1)
+        error = whole.std(ddof=1) / len(whole) ** 0.5
+        half = quantile * error
+        line = table[key]
+        assert line["mean"] == pytest.approx(whole.mean())
+        assert line["low"] == pytest.approx(whole.mean() - half)
+        assert line["high"] == pytest.approx(whole.mean() + half)
+        assert line["runs"] == 4
+        assert line["collapsed"] == 4 - len(whole)
+
+
+def test_tests_are_welchs_and_corrected_by_holm(table):
     raw = {}
-    for key, numbers in values.items():
-        numbers = np.array([number for number in numbers if number is not None])
-        half = stats.t.ppf(0.975, len(numbers) - 1) * numbers.std(ddof=1) / len(numbers) ** 0.5
-        assert table[key]["mean"] == pytest.approx(numbers.mean())
-        assert [table[key]["low"], table[key]["high"]] == pytest.approx([numbers.mean() - half, numbers.mean() + half])
-        assert (table[key]["runs"], table[key]["collapsed"]) == (4, 4 - len(numbers))
-        if key[1] != "ours":  # Welch's t and its degrees of freedom, by hand
-            base = np.array(values[key[0], "ours"])
-            a, b = numbers.var(ddof=1) / len(numbers), base.var(ddof=1) / len(base)
-            freedom = (a + b) ** 2 / (a**2 / (len(numbers) - 1) + b**2 / (len(base) - 1))
-            raw[key] = 2 * stats.t.sf(abs(numbers.mean() - base.mean()) / (a + b) ** 0.5, freedom)
-            assert table[key]["p"] == pytest.approx(raw[key]) and table[key]["against"] == "ours"
-        else:
-            assert "p" not in table[key] and not table[key]["against"]
-    smallest, largest = 0.0, len(raw)
-    for i, key in enumerate(sorted(raw, key=raw.get)):  # Holm: times the number of hypotheses left, never decreasing
-        smallest = max(smallest, min(1.0, raw[key] * (largest - i)))
-        assert table[key]["p_holm"] == pytest.approx(smallest)
+    for key, numbers in VALUES.items():
+        panel, arm = key
+        line = table[key]
+        if arm == "ours":
+            assert "p" not in line
+            assert not line["against"]
+            continue
+        # Welch's t and its degrees of freedom, by hand
+        values = without_none(numbers)
+        base = without_none(VALUES[panel, "ours"])
+        a = values.var(ddof=1) / len(values)
+        b = base.var(ddof=1) / len(base)
+        denominator = a**2 / (len(values) - 1)
+        denominator += b**2 / (len(base) - 1)
+        freedom = (a + b) ** 2 / denominator
+        difference = abs(values.mean() - base.mean())
+        t = difference / (a + b) ** 0.5
+        raw[key] = 2 * stats.t.sf(t, freedom)
+        assert line["p"] == pytest.approx(raw[key])
+        assert line["against"] == "ours"
+    corrected = 0.0
+    hypotheses = len(raw)
+    for key in sorted(raw, key=raw.get):  # times the number of hypotheses left, never decreasing
+        p = min(1.0, raw[key] * hypotheses)
+        corrected = max(corrected, p)
+        assert table[key]["p_holm"] == pytest.approx(corrected)
+        hypotheses -= 1
 
 
 TINY = """
@@ -105,23 +163,35 @@ def tiny(tmp_path_factory):
     """A figure of runs of two steps, in a repository of its own; the folder."""
     folder = tmp_path_factory.mktemp("tiny")
     for path in [*miniature.CODE, "paper"]:
-        copy = shutil.copytree if (ROOT / path).is_dir() else shutil.copy
-        copy(ROOT / path, folder / path)
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(folder)]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
-        subprocess.run([*git, *words], check=True)
-    start(folder)
+        if (ROOT / path).is_dir():
+            shutil.copytree(ROOT / path, folder / path)
+        else:
+            shutil.copy(ROOT / path, folder / path)
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "all")
+    start(folder, check=True)
     return folder
 
 
-def start(folder):
-    return subprocess.run([sys.executable, "-c", TINY], cwd=folder, capture_output=True, text=True, check=True)
+def git(folder, *words) -> str:
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    command = ["git", *author, *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def start(folder, check: bool):
+    command = [sys.executable, "-c", TINY]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=check)
 
 
 def test_a_figure_is_tuned_run_and_written_and_a_collapse_is_a_result(tiny):
-    with (tiny / "paper/results/tiny.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["phase"], row["arm"], row["seed"], row["lr"]) for row in rows] == [
+    rows = read_csv(tiny / "paper/results/tiny.csv")
+    runs = []
+    for row in rows:
+        runs.append((row["phase"], row["arm"], row["seed"], row["lr"]))
+    assert runs == [
         ("tuning", "humanline", "1", "0.001"),
         ("tuning", "humanline", "1", "1e+30"),
         ("tuning", "offline", "1", "0.001"),
@@ -132,155 +202,249 @@ def test_a_figure_is_tuned_run_and_written_and_a_collapse_is_a_result(tiny):
         ("reported", "offline", "12", "0.001"),
     ]
     for row in rows:
-        assert bool(row["failed"]) == (row["lr"] == "1e+30") != bool(row["eval/reward"])
-    head = subprocess.run(["git", "log", "-1", "--format=%h"], cwd=tiny, capture_output=True, text=True).stdout.strip()
+        collapsed = row["lr"] == "1e+30"
+        assert bool(row["failed"]) == collapsed
+        assert bool(row["eval/reward"]) != collapsed
+    head = git(tiny, "log", "-1", "--format=%h")
     assert {row["commit"] for row in rows} == {head}
     assert (tiny / "paper/results/tiny.png").read_bytes()[:4] == b"\x89PNG"
-    with (tiny / "paper/results/tiny_arms.csv").open(newline="") as file:
-        arms = {(line["arm"], line["metric"]): line for line in csv.DictReader(file)}
-    judges = [float(row["judge"]) for row in rows if row["phase"] == "reported" and row["arm"] == "offline"]
-    assert float(arms["offline", "judge"]["mean"]) == pytest.approx(np.mean(judges))
+    judges = []
+    for row in rows:
+        if row["phase"] == "reported" and row["arm"] == "offline":
+            judges.append(float(row["judge"]))
+    for line in read_csv(tiny / "paper/results/tiny_arms.csv"):
+        if line["arm"] == "offline" and line["metric"] == "judge":
+            mean = float(line["mean"])
+    assert mean == pytest.approx(np.mean(judges))
 
 
 def test_the_judge_of_a_row_is_the_hidden_one_and_a_command_repeats_its_numbers(tiny):
-    with (tiny / "paper/results/tiny.csv").open(newline="") as file:
-        row = list(csv.DictReader(file))[-1]
-    command = shlex.split(row["command"])
-    assert command[0] == "python"
-    again = [sys.executable, *command[1:], "--output-dir", "runs/again"]
+    row = read_csv(tiny / "paper/results/tiny.csv")[-1]
+    program, *words = shlex.split(row["command"])
+    assert program == "python"
+    again = [sys.executable, *words, "--output-dir", "runs/again"]
     subprocess.run(again, cwd=tiny, check=True, capture_output=True)
-    after = json.loads((tiny / "runs/again/summary.json").read_text())["after"]
-    assert {key: float(row[key]) for key in after} == {key: mean for key, (mean, _) in after.items()}
+    summary = json.loads((tiny / "runs/again/summary.json").read_text())
+    after = summary["after"]
+    for key, (mean, _) in after.items():
+        assert float(row[key]) == mean
     samples = json.loads((tiny / "runs/again/outputs.json").read_text())
-    scores = [miniature.judge_bouquet(sample["instruction"], sample["output"]) for sample in samples]
-    assert float(row["judge"]) == pytest.approx(np.mean(scores) - (1 - after["eval/finished"][0]))
+    scores = []
+    for sample in samples:
+        scores.append(miniature.judge_bouquet(sample["instruction"], sample["output"]))
+    unfinished = 1 - after["eval/finished"][0]
+    expected = np.mean(scores) - unfinished
+    assert float(row["judge"]) == pytest.approx(expected)
 
 
 def test_a_second_call_runs_nothing_and_writes_the_same_and_changed_code_is_refused(tiny):
-    runs, csvs = tiny / "runs" / "miniature", tiny / "paper" / "results"
-    before = {path: path.stat().st_mtime_ns for path in runs.rglob("*.json*")}
-    text = (csvs / "tiny.csv").read_text()
-    start(tiny)
-    assert {path: path.stat().st_mtime_ns for path in runs.rglob("*.json*")} == before
-    assert (csvs / "tiny.csv").read_text() == text
+    def times() -> dict:
+        files = (tiny / "runs/miniature").rglob("*.json*")
+        return {file: file.stat().st_mtime_ns for file in files}
+
+    before = times()
+    text = (tiny / "paper/results/tiny.csv").read_text()
+    start(tiny, check=True)
+    assert times() == before
+    assert (tiny / "paper/results/tiny.csv").read_text() == text
     with (tiny / "utils.py").open("a") as file:
         file.write("\n")
-    refused = subprocess.run([sys.executable, "-c", TINY], cwd=tiny, capture_output=True, text=True)
-    assert refused.returncode == 1 and "Traceback" not in refused.stderr
+    refused = start(tiny, check=False)
+    assert refused.returncode == 1
+    assert "Traceback" not in refused.stderr
     assert "commit the changes first" in refused.stderr
 
 
 def test_the_quarters_hold_the_rows_of_their_log_probs(tmp_path):
     toy = ROOT / "toy" / "bouquets"
-    rows = gzip.decompress((toy / "preferences_test.jsonl.gz").read_bytes()).decode().splitlines()[:40]
-    rows.insert(3, json.dumps({"prompt": "for king", "chosen": "rose", "rejected": "rose"}))  # is dropped
-    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
-    flags = ["--model", f"{toy}/policy", "--dataset", tmp_path / "pairs.jsonl", "--out", tmp_path / "out"]
-    subprocess.run([sys.executable, ROOT / "paper/quartiles.py", *flags], capture_output=True, check=True)
-    quarters = [(tmp_path / "out" / f"quartile{i}.jsonl").read_text().splitlines() for i in (1, 2, 3, 4)]
+    with gzip.open(toy / "preferences_test.jsonl.gz", "rt") as file:
+        rows = file.read().splitlines()[:40]
+    dropped = json.dumps({"prompt": "for king", "chosen": "rose", "rejected": "rose"})
+    lines = [*rows[:3], dropped, *rows[3:]]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    command = [sys.executable, ROOT / "paper/quartiles.py"]
+    command += ["--model", toy / "policy"]
+    command += ["--dataset", tmp_path / "pairs.jsonl"]
+    command += ["--out", tmp_path / "out"]
+    subprocess.run(command, capture_output=True, check=True)
+    quarters = []
+    for i in (1, 2, 3, 4):
+        file = tmp_path / "out" / f"quartile{i}.jsonl"
+        quarters.append(file.read_text().splitlines())
     assert [len(lines) for lines in quarters] == [10] * 4
-    assert sorted(json.dumps(json.loads(line)) for line in sum(quarters, [])) == sorted(
-        json.dumps(json.loads(line)) for line in rows[:3] + rows[4:]
-    )
+    written = []
+    for lines in quarters:
+        written += [json.dumps(json.loads(line)) for line in lines]
+    expected = [json.dumps(json.loads(line)) for line in rows]
+    assert sorted(written) == sorted(expected)
     tokenizer = transformers.AutoTokenizer.from_pretrained(toy / "policy")
     model = transformers.AutoModelForCausalLM.from_pretrained(toy / "policy").double()
+    averages = []
+    for lines in quarters:
+        rows = [json.loads(line) for line in lines]
+        averages.append([average_logp(model, tokenizer, row) for row in rows])
+    for low, high in zip(averages, averages[1:]):
+        assert max(low) <= min(high)
 
-    def average(line: str) -> float:
-        row = json.loads(line)
-        messages = [{"role": "user", "content": row["prompt"]}]
-        before = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        whole = tokenizer.apply_chat_template(
-            [*messages, {"role": "assistant", "content": row["chosen"]}], tokenize=False
-        )
-        first, ids = (tokenizer(text, add_special_tokens=False).input_ids for text in (before, whole))
-        with torch.no_grad():
-            logps = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-        return logps.gather(1, torch.tensor(ids[1:])[:, None])[len(first) - 1 :].mean().item()
 
-    averages = [[average(line) for line in lines] for lines in quarters]
-    assert all(max(low) <= min(high) for low, high in zip(averages, averages[1:]))
+@torch.no_grad()
+def average_logp(model, tokenizer, row: dict) -> float:
+    """Of the tokens of the chosen completion."""
+    messages = [{"role": "user", "content": row["prompt"]}]
+    before = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    messages.append({"role": "assistant", "content": row["chosen"]})
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    first = len(tokenizer(before, add_special_tokens=False).input_ids)
+    ids = tokenizer(whole, add_special_tokens=False).input_ids
+    logits = model(torch.tensor([ids])).logits[0, :-1]
+    targets = torch.tensor(ids[1:])[:, None]
+    logps = logits.log_softmax(-1).gather(1, targets)
+    return logps[first - 1 :].mean().item()
+
+
+NUMBER = r"[−-]?\d*\.\d+"
+
+
+def rounds_to(word: str, value: float) -> bool:
+    """Whether a number as it is written is the value, to as many places."""
+    places = len(word.partition(".")[2])
+    written = float(word.replace("−", "-"))
+    return abs(written - value) <= 0.5000001 * 10.0**-places
 
 
 def stray_numbers(text: str, names: list[str]) -> list[str]:
-    """The numbers with a decimal point of a text that are not of these figures: `a ± b` must be the mean of an arm and
-    half of its interval, any other number the mean of an arm or a corrected p, to as many places."""
-    lines = []
+    """The numbers with a decimal point of a text that are not of these figures.
+
+    `a ± b` must be the mean of an arm and half of its interval, any other number the mean of an arm or a
+    corrected p, to as many places.
+    """
+    known = []  # means, corrected p
+    intervals = []  # (mean, half)
     for name in names:
-        with (RESULTS / f"{name}_arms.csv").open(newline="") as file:
-            lines += list(csv.DictReader(file))
-    number = r"[−-]?\d*\.\d+"
-
-    def equal(word: str, value: float) -> bool:
-        return abs(float(word.replace("−", "-")) - value) <= 0.5000001 * 10.0 ** -len(word.partition(".")[2])
-
-    def half(line: dict) -> float:
-        return (float(line["high"]) - float(line["low"])) / 2
+        for line in read_csv(RESULTS / f"{name}_arms.csv"):
+            mean = float(line["mean"] or "nan")
+            low = float(line["low"] or "nan")
+            high = float(line["high"] or "nan")
+            intervals.append((mean, (high - low) / 2))
+            known.append(mean)
+            known.append(float(line["p_holm"] or "nan"))
 
     text = re.sub(r"`[^`]*`|\([^)\s]*\.\w+\)", "", text)  # code and links
     stray = []
-    for mean, width in re.findall(rf"({number}) ± ({number})", text):
-        if not any(equal(mean, float(line["mean"])) and equal(width, half(line)) for line in lines):
-            stray.append(f"{mean} ± {width}")
-    for word in re.findall(rf"(?<![\w.]){number}", re.sub(rf"{number} ± {number}", "", text)):
-        if not any(equal(word, float(line[key])) for line in lines for key in ("mean", "p_holm") if line[key]):
+    pattern = rf"({NUMBER}) ± ({NUMBER})"
+    for word, width in re.findall(pattern, text):
+        halves = [half for mean, half in intervals if rounds_to(word, mean)]
+        if not any(rounds_to(width, half) for half in halves):
+            stray.append(f"{word} ± {width}")
+    rest = re.sub(pattern, "", text)
+    for word in re.findall(rf"(?<![\w.]){NUMBER}", rest):
+        if not any(rounds_to(word, value) for value in known):
             stray.append(word)
     return stray
 
 
 def table_rows(page: str) -> list[list[str]]:
+    rows = []
     text = (ROOT / page).read_text(encoding="utf-8")
-    return [
-        [cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines() if line.startswith("| ")
-    ]
+    for line in text.splitlines():
+        if line.startswith("| "):
+            cells = line.strip("| ").split(" | ")
+            rows.append([cell.strip() for cell in cells])
+    return rows
 
 
-@pytest.mark.parametrize(("page", "least", "ours"), [("docs/replication.md", 12, 2), ("README.md", 4, 1)])
+@pytest.mark.parametrize(
+    ("page", "least", "ours"),
+    [
+        ("docs/replication.md", 12, 2),
+        ("README.md", 4, 1),
+    ],
+)
 def test_every_number_of_our_results_is_in_a_csv_that_its_row_links(page, least, ours):
     rows = [cells for cells in table_rows(page) if "results/" in cells[-1]]
     assert len(rows) >= least
     for cells in rows:
-        names, here = re.findall(r"results/(\w+?)(?:_arms)?\.csv", cells[-1]), " ".join(cells[ours:-1])
-        assert names and re.search(r"\d\.\d", here), cells[0]
+        names = re.findall(r"results/(\w+?)(?:_arms)?\.csv", cells[-1])
+        here = " ".join(cells[ours:-1])
+        assert names, cells[0]
+        assert re.search(r"\d\.\d", here), cells[0]
         assert not stray_numbers(here, names), cells[0]
 
 
 def test_a_number_that_is_in_no_csv_is_noticed():
-    line = next(csv.DictReader((RESULTS / "figure1_arms.csv").open(newline="")))
-    mean, half = float(line["mean"]), (float(line["high"]) - float(line["low"])) / 2
+    line = read_csv(RESULTS / "figure1_arms.csv")[0]
+    mean = float(line["mean"])
+    half = float(line["high"]) - mean
     right = f"{mean:.2f} ± {half:.2f}"
+    wrong = f"{mean:.2f} ± {half + 0.3:.2f}"
     assert stray_numbers(f"{right}, `0.123`", ["figure1"]) == []
-    assert stray_numbers(f"{mean:.2f} ± {half + 0.3:.2f}, 0.55", ["figure1"]) == [
-        f"{mean:.2f} ± {half + 0.3:.2f}",
-        "0.55",
-    ]
+    assert stray_numbers(f"{wrong}, 0.55", ["figure1"]) == [wrong, "0.55"]
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*_arms.csv")), ids=lambda path: path.stem)
-def test_the_committed_results_are_of_the_figures_as_they_are_defined(path):
-    name = path.stem.removesuffix("_arms")
+COMMITTED = []
+for path in sorted(RESULTS.glob("*_arms.csv")):
+    COMMITTED.append(path.stem.removesuffix("_arms"))
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_the_committed_results_are_of_the_arms_and_seeds_as_they_are_defined(name):
     rows = rows_of(name)
-    reported = [row for row in rows if row["phase"] == "reported"]
     arms = {(arm.panel, arm.name): arm for arm in miniature.FIGURES[name]}
-    assert {(row["panel"], row["arm"]) for row in reported} == arms.keys() and len(reported) == 5 * len(arms)
-    seeds = {row["phase"]: set() for row in rows}
+    reported = [row for row in rows if row["phase"] == "reported"]
+    run = {(row["panel"], row["arm"]) for row in reported}
+    assert run == arms.keys()
+    assert len(reported) == 5 * len(arms)
+    seeds = {"tuning": set(), "reported": set()}
     for row in rows:
         arm = arms[row["panel"], row["arm"]]
-        assert row["command"] == miniature.command(arm, float(row["lr"]), int(row["seed"]))
+        lr = float(row["lr"])
+        seed = int(row["seed"])
+        assert row["command"] == miniature.command(arm, lr, seed)
         seeds[row["phase"]].add(row["seed"])
-    assert not seeds["reported"] & seeds.get("tuning", set())
-    metric, by = ("eval/accuracy", "curve") if name == "figure7" else ("eval/reward", "eval/reward")
-    for arm in arms.values():
-        mine = [row for row in rows if (row["panel"], row["arm"]) == (arm.panel, arm.name)]
-        tuned = {float(row["lr"]): float(row[by] or "-inf") for row in mine if row["phase"] == "tuning"}
-        (lr,) = {float(row["lr"]) for row in mine if row["phase"] == "reported"}
-        assert lr == (max(tuned, key=lambda lr: (tuned[lr], lr)) if len(arm.lrs) > 1 else arm.lrs[0])
-        assert set(tuned) == (set(arm.lrs) if len(arm.lrs) > 1 else set())
-    with path.open(newline="") as file:
-        saved = list(csv.DictReader(file))
+    assert not seeds["reported"] & seeds["tuning"]
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_the_committed_learning_rates_are_the_best_of_their_grids(name):
+    tuned_by = "curve" if name == "figure7" else "eval/reward"
+    for arm in miniature.FIGURES[name]:
+        tuned = {}  # {learning rate: score}
+        reported = set()
+        for row in rows_of(name):
+            if row["panel"] != arm.panel or row["arm"] != arm.name:
+                continue
+            lr = float(row["lr"])
+            if row["phase"] == "tuning":
+                tuned[lr] = float(row[tuned_by] or "-inf")
+            else:
+                reported.add(lr)
+        (lr,) = reported
+        if len(arm.lrs) == 1:
+            assert (lr,) == arm.lrs
+            assert not tuned
+        else:
+            assert lr == max(tuned, key=lambda lr: (tuned[lr], lr))
+            assert set(tuned) == set(arm.lrs)
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_the_committed_statistics_are_those_of_the_committed_rows(name):
+    saved = read_csv(RESULTS / f"{name}_arms.csv")
     metrics = list(dict.fromkeys(line["metric"] for line in saved))
+    metric = "eval/accuracy" if name == "figure7" else "eval/reward"
     assert metrics[:2] == [metric, "judge"]
-    typed = [{key: float(value) if key in metrics else value for key, value in row.items() if value} for row in rows]
-    again = [line for key in metrics for line in miniature.compare(typed, key)]
+    typed = []
+    for row in rows_of(name):
+        values = {key: value for key, value in row.items() if value}
+        for key in metrics:
+            if key in values:
+                values[key] = float(values[key])
+        typed.append(values)
+    again = []
+    for key in metrics:
+        again += miniature.compare(typed, key)
     for line, other in zip(again, saved, strict=True):
         for key in ("mean", "low", "high", "p", "p_holm"):
-            assert float(other[key] or "nan") == pytest.approx(float(line.get(key, "nan")), nan_ok=True)
+            value = float(line.get(key, "nan"))
+            committed = float(other[key] or "nan")
+            assert committed == pytest.approx(value, nan_ok=True)

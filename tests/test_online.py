@@ -4,15 +4,29 @@ import json
 
 import pytest
 import torch
-from conftest import PAIRS, ROOT, SHARED, TOY, finish, metrics, read_pool, refused, run_ranks, start_ranks
+from conftest import (
+    PAIRS,
+    ROOT,
+    SHARED,
+    TOY,
+    finish,
+    metrics,
+    parse_args,
+    read_pool,
+    refused,
+    run_ranks,
+    start_ranks,
+)
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
-from dpo_humanline import best_and_worst, check_flags, parse_args
+import dpo_humanline
+from dpo_humanline import best_and_worst
+from run import check_flags
 from utils import Example, load_reward_model, means, reward_scores, win_rate
 
-RUN = ["--online", "--engine", "hf", "--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "16", "--k", "3"]
-RUN += ["--round-prompts", "10", "--batch-size", "8", "--num-steps", "11", "--max-new-tokens", "12"]
-RUN += ["--checkpoint-every", "4", "--eval-every", "4", "--warmup-fraction", "0"]
+RUN = ["--online", "--engine", "hf", "--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "16"]
+RUN += ["--k", "3", "--round-prompts", "10", "--batch-size", "8", "--num-steps", "11"]
+RUN += ["--max-new-tokens", "12", "--checkpoint-every", "4", "--eval-every", "4", "--warmup-fraction", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +39,7 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run_on_two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("online") / "two"
-    run_ranks(2, [[*RUN, "--micro-batch-size", "2", "--output-dir", str(folder)]])
+    run_ranks(2, [[*RUN, "--micro-batch-tokens", "60", "--output-dir", str(folder)]])
     return folder
 
 
@@ -39,15 +53,13 @@ def test_two_ranks_sample_the_same_rounds(run, run_on_two):
 
 
 def test_leftover_pairs_go_into_the_next_round(run):
-    """Ten prompts a round, at most ten pairs, eight of them a step: the rest is trained on later, none is lost."""
+    """Ten prompts a round, at most ten pairs, eight of them a step: the rest is trained on later."""
     steps = metrics(run)
     pairs, used = 0, 0
     for line in steps:
         if used + 8 > pairs:
-            pairs = sum(
-                round((1 - share) * 10)
-                for share in {s["rollout/round"]: s["rollout/filtered"] for s in steps[: line["step"] + 1]}.values()
-            )
+            filtered = {s["rollout/round"]: s["rollout/filtered"] for s in steps[: line["step"] + 1]}
+            pairs = sum(round((1 - share) * 10) for share in filtered.values())
         used += 8
         assert used <= pairs
     assert [line["rollout/round"] for line in steps] == sorted(line["rollout/round"] for line in steps)
@@ -84,7 +96,8 @@ def test_evaluation_by_sampling_is_logged_and_summarised(run):
     steps, summary = metrics(run), json.loads((run / "summary.json").read_text())
     assert [line["step"] for line in steps if "eval/reward" in line] == [3, 7]
     assert summary["before"]["eval/win_rate"] == [0.5, 0.0]
-    assert set(summary["after"]) >= {"eval/reward", "eval/win_rate", "eval/length", "eval/finished", "eval/margin"}
+    names = {"eval/reward", "eval/win_rate", "eval/length", "eval/finished", "eval/margin"}
+    assert set(summary["after"]) >= names
     outputs = json.loads((run / "outputs.json").read_text())
     assert len(outputs) == 16 and set(outputs[0]) == {"instruction", "output", "generator"}
     assert outputs[0]["instruction"].startswith("for ") and outputs[0]["output"].split()
@@ -93,14 +106,15 @@ def test_evaluation_by_sampling_is_logged_and_summarised(run):
 def test_best_and_worst_by_hand():
     ids = [[10], [11], [12], [20], [21, 22, 23, 24, 25], [26], [30], [31], [32], [40], [40], [41]]
     rewards = [0.1, 0.9, 0.3, 0.0, 0.5, -0.5, 0.2, 0.3, 0.4, 0.0, 1.0, 1.0]
-    samples = [Example(i // 3, "x", [1, 2], part, reward, "y") for i, (part, reward) in enumerate(zip(ids, rewards))]
-    groups = [[x.to_train(5) for x in samples[first : first + 3]] for first in range(0, 12, 3)]
+    samples = []
+    for i, (completion_ids, reward) in enumerate(zip(ids, rewards)):
+        samples.append(Example(i // 3, "x", [1, 2], completion_ids, reward, text="y").to_train(5))
+    groups = [samples[first : first + 3] for first in range(0, 12, 3)]
     made = [best_and_worst(group, 0.5) for group in groups]
     assert [[x.completion_ids for x in pair] for pair in made] == [[[11], [10]], [[21, 22, 23], [26]], [], []]
     assert [[x.row for x in pair] for pair in made] == [[0, 0], [1, 1], [], []]
-    assert (
-        best_and_worst([x._replace(reward=1.0) for x in groups[0]], 0.0) == ()
-    )  # equal rewards, whatever the threshold
+    equal = [x._replace(reward=1.0) for x in groups[0]]
+    assert best_and_worst(equal, 0.0) == ()
 
 
 def test_win_rate_counts_ties_half():
@@ -134,7 +148,7 @@ def test_killed_in_a_round_and_resumed_equals_uninterrupted(run, tmp_path, monke
 
 def test_two_ranks_killed_and_resumed(run_on_two, tmp_path, monkeypatch):
     monkeypatch.setenv("KILL", "dpo_loss 7")
-    arguments = [*RUN, "--micro-batch-size", "2", "--output-dir", str(tmp_path / "run")]
+    arguments = [*RUN, "--micro-batch-tokens", "60", "--output-dir", str(tmp_path / "run")]
     processes = start_ranks(2, [arguments], "killing_worker.py")
     processes[0].join(timeout=120)
     processes[1].kill()
@@ -155,14 +169,13 @@ def test_a_threshold_that_filters_everything_stops_and_says_what_to_change(tmp_p
     [
         (["--temperature", "0"], "--temperature above 0"),
         (["--reward-model", ""], "--reward-model"),
-        (["--min-avg-logp", "-1"], "--min-avg"),
         (["--samples-per-prompt", "1"], "--samples-per-prompt is 1; it must be at least 2"),
         (["--reward-threshold", "nan"], "--reward-threshold is nan"),
     ],
 )
 def test_online_needs_different_samples_and_a_judge(wrong, flag, capsys):
     with pytest.raises(SystemExit):
-        check_flags(parse_args(["--online", *wrong]), 8)
+        check_flags(parse_args(dpo_humanline, ["--online", *wrong]), 8)
     assert flag in capsys.readouterr().err
 
 
@@ -174,29 +187,34 @@ def test_a_prompts_file_without_prompts_is_named(tmp_path):
 
 def test_a_sampler_with_stale_weights_stops_the_run(tmp_path):
     worker = tmp_path / "stale_worker.py"
-    worker.write_text(
-        "import runpy, sys, utils\nupdate, calls = utils.update_engine, []\n"
-        "utils.update_engine = lambda *a: calls.append(1) or (update(*a) if len(calls) < 3 else None)\n"
-        f"sys.argv[0] = {str(ROOT / 'tests' / 'worker.py')!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
-    )
+    lines = [
+        "import runpy, sys, utils",
+        "update, calls = utils.update_engine, []",
+        "utils.update_engine = lambda *a: calls.append(1) or (update(*a) if len(calls) < 3 else None)",
+        f"sys.argv[0] = {str(ROOT / 'tests' / 'worker.py')!r}",
+        "runpy.run_path(sys.argv[0], run_name='__main__')",
+    ]
+    worker.write_text("\n".join(lines))
     message = refused([*RUN, "--output-dir", str(tmp_path / "run")], worker=str(worker))
     assert "samples another model: log-probs differ by" in message and "--engine" in message
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="no real data beside the checkout")
 def test_a_real_model_and_real_prompts_go_through_a_round(tmp_path):
-    questions = [json.loads(line) for line in (SHARED / "mt_bench" / "question.jsonl").read_text().splitlines()]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": q["turns"][0]}) + "\n" for q in questions))
+    questions = (SHARED / "mt_bench" / "question.jsonl").read_text().splitlines()
+    prompts = [{"prompt": json.loads(line)["turns"][0]} for line in questions]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     tokenizer = AutoTokenizer.from_pretrained(SHARED / "model-stories260K")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForSequenceClassification(LlamaConfig(vocab_size=512, num_labels=1, **sizes)).save_pretrained(tmp_path / "rm")
+    judge = LlamaForSequenceClassification(LlamaConfig(vocab_size=512, num_labels=1, **sizes))
+    judge.save_pretrained(tmp_path / "rm")
     tokenizer.save_pretrained(tmp_path / "rm")  # no chat template and no pad token
     run = ["--online", "--engine", "hf", "--model", str(SHARED / "model-stories260K"), "--lr", "1e-3"]
-    run += ["--reward-model", str(tmp_path / "rm")]
-    run += ["--dataset", str(tmp_path / "prompts.jsonl"), "--eos-token", "<s>", "--max-prompt-length", "60"]
-    run += ["--max-new-tokens", "300", "--max-length", "400", "--round-prompts", "6", "--samples-per-prompt", "4"]
-    run += ["--batch-size", "4", "--num-steps", "1", "--temperature", "1", "--reward-threshold", "1e-6"]
+    run += ["--reward-model", str(tmp_path / "rm"), "--dataset", str(tmp_path / "prompts.jsonl")]
+    run += ["--eos-token", "<s>", "--max-prompt-length", "60", "--max-new-tokens", "300"]
+    run += ["--max-length", "400", "--round-prompts", "6", "--samples-per-prompt", "4", "--batch-size", "4"]
+    run += ["--num-steps", "1", "--temperature", "1", "--reward-threshold", "1e-6"]
     run_ranks(1, [[*run, "--checkpoint-every", "1", "--output-dir", str(tmp_path / "run")]])
     (line,) = metrics(tmp_path / "run")
     assert 0 < line["rollout/finished_mean"] <= 1 and line["rollout/logp_diff_max"] < 1e-4
@@ -209,18 +227,24 @@ def test_a_real_model_and_real_prompts_go_through_a_round(tmp_path):
 
 
 def test_reward_scores_render_the_conversation_and_read_the_last_token(one_rank):
-    """Against one forward pass per conversation; unfinished completions have no end of turn; the order is kept."""
+    """Against one forward pass per conversation. Unfinished completions have no end of turn."""
     model, tokenizer = load_reward_model(str(TOY / "reward_model"), torch.float32, torch.device("cpu"), False)
-    turns = [("for king", "rose lily", True), ("for queen", "fern", False), ("for boy", "aster iris tulip daisy", True)]
+    samples = [
+        Example(1, "for king", [], text="rose lily", finished=True),
+        Example(2, "for queen", [], text="fern", finished=False),
+        Example(3, "for boy", [], text="aster iris tulip daisy", finished=True),
+    ]
     expected = []
-    for prompt, completion, finished in turns:
-        text = f"<|user|> {prompt} <|end|> <|assistant|> {completion}" + " <|end|>" * finished
+    for sample in samples:
+        text = f"<|user|> {sample.prompt} <|end|> <|assistant|> {sample.text}"
+        if sample.finished:
+            text += " <|end|>"
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
         with torch.no_grad():
             expected.append(model(input_ids=ids).logits.item())
     for pad_id in (model.config.pad_token_id, None):  # a reward model without a pad token is handled
         model.config.pad_token_id = pad_id
-        assert reward_scores(model, tokenizer, turns).tolist() == pytest.approx(expected, abs=1e-5)
+        assert reward_scores(model, tokenizer, samples).tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_score_of_a_reward_model_with_its_own_code_is_used(one_rank):
@@ -229,5 +253,6 @@ def test_the_score_of_a_reward_model_with_its_own_code_is_used(one_rank):
 
     model, tokenizer = load_reward_model(str(TOY / "reward_model"), torch.float32, torch.device("cpu"), False)
     model.forward = lambda **inputs: Output
-    scores = reward_scores(model, tokenizer, [("for king", "rose", True), ("for boy", "iris", True)])
+    samples = [Example(1, "for king", [], text="rose"), Example(2, "for boy", [], text="iris")]
+    scores = reward_scores(model, tokenizer, samples)
     assert sorted(scores.tolist()) == [-1, 0.25]

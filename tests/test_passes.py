@@ -1,16 +1,16 @@
-"""Passes of even work, and sequences packed without padding: `make_passes`, `pack`, `packed_attention`."""
+"""Passes of even work, and sequences packed without padding: `make_passes`, `use_packing`."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import PAIRS, SCRIPTS, TOY, metrics, run_ranks
+from conftest import PAIRS, SCRIPTS, TOY, metrics, parse_args, run_ranks
 from test_token_logps import EXAMPLES, full_logps
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import utils
-from utils import Example, make_passes, pack, pad_batch, token_logps
+from utils import Example, make_passes, pad_batch, token_logps, use_packing
 
 ARGS = SimpleNamespace(max_prompt_length=16, max_length=32, max_new_tokens=8)
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -57,24 +57,23 @@ def lengths_of(count: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("most", [0, 1, 3, 8])
-@pytest.mark.parametrize("tokens", [0, 300, 2000, 9000])
-def test_passes_hold_every_position_once_within_their_limits(ranks, most, tokens):
+@pytest.mark.parametrize("max_tokens", [0, 1, 300, 2000, 9000])
+def test_passes_hold_every_position_once_within_their_limit(ranks, max_tokens):
     for seed in range(5):
         lengths = lengths_of(32, seed)
-        passes = make_passes(lengths, ranks, most, tokens)
+        passes = make_passes(lengths, ranks, max_tokens)
         assert sorted(i for part in passes for i in part) == list(range(32))
-        assert len(passes) % ranks == 0 and all(passes) and passes == make_passes(lengths, ranks, most, tokens)
+        assert len(passes) % ranks == 0 and all(passes)
+        assert passes == make_passes(lengths, ranks, max_tokens)
         for part in passes:
-            assert len(part) <= (most or 32)
-            assert not tokens or len(part) == 1 or sum(lengths[i] for i in part) <= tokens
+            assert not max_tokens or len(part) == 1 or sum(lengths[i] for i in part) <= max_tokens
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ranks_get_even_work(ranks):
     for seed in range(20):
         lengths = lengths_of(8 * ranks, seed)
-        loads = [sum(lengths[i] for i in part) for part in make_passes(lengths, ranks, 0, 0)]
+        loads = [sum(lengths[i] for i in part) for part in make_passes(lengths, ranks, 0)]
         assert len(loads) == ranks and max(loads) <= 1.05 * sum(lengths) / ranks
 
 
@@ -82,12 +81,12 @@ def test_a_few_passes_suffice():
     """No more than a twentieth over what the tokens need, and one more for every rank."""
     for seed in range(20):
         lengths = lengths_of(200, seed)
-        assert len(make_passes(lengths, 2, 0, 8192)) <= 1.05 * sum(lengths) / 8192 + 2
+        assert len(make_passes(lengths, 2, 8192)) <= 1.05 * sum(lengths) / 8192 + 2
 
 
 def test_fewer_positions_than_ranks_leave_passes_empty():
     assert sorted(make_passes([7, 9], 4)) == [[], [], [0], [1]]
-    assert make_passes([5000], 1, 0, 100) == [[0]]
+    assert make_passes([5000], 1, 100) == [[0]]
 
 
 # --- packing ---
@@ -103,7 +102,7 @@ def test_packed_values_and_gradients_are_those_of_each_sequence_alone(name, chec
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     wanted = torch.autograd.grad((expected * weights).sum(), model.parameters())
 
-    pack(ARGS, model)
+    use_packing(ARGS, model)
     assert model.config._attn_implementation == "packed"
     if checkpointing:
         model.train().gradient_checkpointing_enable({"use_reentrant": False})
@@ -119,24 +118,32 @@ def test_packed_values_and_gradients_are_those_of_each_sequence_alone(name, chec
 
 def test_a_sequence_does_not_see_the_one_before_it():
     model = build("llama", SIZES)
-    pack(ARGS, model)
+    use_packing(ARGS, model)
     one, other = ([Example(1, "", [first] * 9, [3, 4]), EXAMPLES[0]] for first in (5, 6))
     a, b = (token_logps(model, *pad_batch(part, 0, "cpu")).detach() for part in (one, other))
     assert torch.equal(a[1], b[1]) and not torch.equal(a[0], b[0])
+
+
+def test_a_packed_model_that_is_not_told_where_sequences_end_fails():
+    """It never takes several sequences for one."""
+    model = build("llama", SIZES)
+    use_packing(ARGS, model)
+    with pytest.raises(TypeError, match="sequence_lengths"):
+        model(torch.tensor([[1, 2, 3]]))
 
 
 @pytest.mark.parametrize("what", PADDED)
 def test_other_models_stay_padded(what):
     model = build(*PADDED[what])
     before = model.config._attn_implementation
-    pack(ARGS, model)
+    use_packing(ARGS, model)
     assert model.config._attn_implementation == before != "packed"
 
 
 def test_gemma_2_stays_padded_and_eager(tmp_path):
     build("gemma2", SIZES | {"head_dim": 8}).save_pretrained(tmp_path)
-    model = utils.load_whole(AutoModelForCausalLM, str(tmp_path))
-    pack(ARGS, model)
+    model = utils.load_pretrained(AutoModelForCausalLM, str(tmp_path))
+    use_packing(ARGS, model)
     assert model.config._attn_implementation == "eager"
 
 
@@ -145,40 +152,47 @@ def test_gemma_2_stays_padded_and_eager(tmp_path):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("layout", [[], ["--micro-batch-tokens", "60"]])
-def test_the_policy_computes_no_padding_and_the_reference_only_where_it_differs(script, layout, tmp_path, monkeypatch):
+def test_the_policy_computes_no_padding_and_the_reference_only_where_it_differs(
+    script, layout, tmp_path, monkeypatch
+):
     """Once k = 2 steps have passed, the reference is the policy in no step; in the first, it is."""
     module = __import__(script)
     monkeypatch.setattr(module, "utils", SimpleNamespace(**vars(utils)))
     calls, step, inside = [], [0], module.load_models
 
-    def load(*how):
-        models = inside(*how)
+    def load(*arguments):
+        models = inside(*arguments)
         for who, model in zip(("policy", "reference"), models):
             assert model.config._attn_implementation == "packed"
             count_positions(model, lambda n, who=who: calls.append((step[0], who, n)))
         return models
 
-    def trange(*_, **__):
-        class Bar:
-            def __iter__(self):
-                for step[0] in range(1, 4):
-                    yield step[0] - 1
-                step[0] = 0
+    class Bar:
+        """Counts steps from 1; outside of the loop it is 0."""
 
-            def set_postfix(self, **_):
-                pass
+        def __init__(self, steps, **_):
+            self.steps = steps
 
-        return Bar()
+        def __iter__(self):
+            for number in self.steps:
+                step[0] = number + 1
+                yield number
+            step[0] = 0
+
+        def set_postfix(self, **_):
+            pass
 
     monkeypatch.setattr(module, "load_models", load)
-    monkeypatch.setattr(module, "trange", trange)
+    monkeypatch.setattr(module, "tqdm", Bar)
     lengths = count_needed(module, monkeypatch, step)
     run = ["--eval-dataset", "", "--batch-size", "8", "--k", "2", "--checkpoint-every", "0"]
-    module.main(module.parse_args([*run, *layout, "--num-steps", "3", "--output-dir", str(tmp_path / "run")]))
+    run += [*layout, "--num-steps", "3", "--output-dir", str(tmp_path / "run")]
+    module.main(parse_args(module, run))
     for number in (1, 2, 3):
-        positions = [sum(n for at, who, n in calls if (at, who) == (number, w)) for w in ("policy", "reference")]
-        assert positions[0] == sum(lengths[number])
-        assert positions[1] == (0 if number == 1 else positions[0])
+        by_policy = sum(n for at, who, n in calls if (at, who) == (number, "policy"))
+        by_reference = sum(n for at, who, n in calls if (at, who) == (number, "reference"))
+        assert by_policy == sum(lengths[number])
+        assert by_reference == (0 if number == 1 else by_policy)
     passes = len([1 for at, who, _ in calls if (at, who) == (2, "policy")])
     assert (passes > 2) == bool(layout)  # KTO's z_0 has its own
 
@@ -187,9 +201,9 @@ def count_needed(module, monkeypatch, step) -> dict:
     """{step: positions that the sequences of its passes need}."""
     found, pad = {}, module.utils.pad_batch
 
-    def pad_and_count(examples, *how):
+    def pad_and_count(examples, *rest):
         found.setdefault(step[0], []).append(sum(x.length - 1 for x in examples))
-        return pad(examples, *how)
+        return pad(examples, *rest)
 
     monkeypatch.setattr(module.utils, "pad_batch", pad_and_count)
     return found
@@ -197,15 +211,12 @@ def count_needed(module, monkeypatch, step) -> dict:
 
 def test_ranks_and_budgets_do_not_change_the_numbers(tmp_path):
     run = ["--dataset", PAIRS, "--eval-dataset", "", "--batch-size", "12", "--num-steps", "4", "--k", "1"]
-    run += ["--checkpoint-every", "0", "--model", str(TOY / "policy"), "--lr", "1e-3", "--beta", "1", "--output-dir"]
-    layouts = {
-        "whole": (1, []),
-        "budget": (1, ["--micro-batch-tokens", "150"]),
-        "fives": (2, ["--micro-batch-size", "5"]),
-    }
-    layouts["four"] = 4, ["--micro-batch-tokens", "100"]
-    for name, (ranks, layout) in layouts.items():
-        run_ranks(ranks, [[*layout, *run, str(tmp_path / name)]])
+    run += ["--checkpoint-every", "0", "--model", str(TOY / "policy"), "--lr", "1e-3", "--beta", "1"]
+    run += ["--output-dir"]
+    # ranks and --micro-batch-tokens: a pair has 28 tokens
+    layouts = {"whole": (1, "0"), "fives": (1, "150"), "two ranks": (2, "140"), "four ranks": (4, "100")}
+    for name, (ranks, max_tokens) in layouts.items():
+        run_ranks(ranks, [["--micro-batch-tokens", max_tokens, *run, str(tmp_path / name)]])
     expected = metrics(tmp_path / "whole")
     for name in layouts:
         for a, b in zip(expected, metrics(tmp_path / name), strict=True):

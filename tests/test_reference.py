@@ -23,19 +23,22 @@ def recorded(request, tmp_path_factory, tied_policy):
     """{variant: (steps of {policy, reference, ...} digests, metrics)} of real runs on two ranks."""
     folder = tmp_path_factory.mktemp("reference")
     model = str(TOY / "policy") if request.param == "untied" else tied_policy
-    runs = [
-        [*RUN, "--model", model, *flags, "--output-dir", str(folder / name)] for name, (flags, _) in EXPECTED.items()
-    ]
+    runs = []
+    for name, (flags, _) in EXPECTED.items():
+        runs.append([*RUN, "--model", model, *flags, "--output-dir", str(folder / name)])
     run_ranks(2, runs, worker="recording_worker.py")
-    return {
-        name: (json.loads((folder / name / "record.json").read_text()), metrics(folder / name)) for name in EXPECTED
-    }
+    found = {}
+    for name in EXPECTED:
+        record = json.loads((folder / name / "record.json").read_text())
+        found[name] = (record, metrics(folder / name))
+    return found
 
 
 @pytest.mark.parametrize("variant", EXPECTED)
 def test_reference_is_the_policy_of_the_expected_step(recorded, variant):
     record, _ = recorded[variant]
-    assert len(record) == STEPS and len({step["policy_weights"] for step in record}) == STEPS  # it moves every step
+    assert len(record) == STEPS
+    assert len({step["policy_weights"] for step in record}) == STEPS  # it moves every step
     for t, step in enumerate(record):
         source = record[EXPECTED[variant][1](t)]
         assert step["reference_weights"] == source["policy_weights"], t  # embedding and head included
@@ -68,6 +71,7 @@ def test_no_humanline_overrides_the_ablation_flags(tmp_path):
     run_ranks(1, [[*RUN, *own, "--output-dir", str(tmp_path / name)] for name, own in runs.items()])
     plain, steps = metrics(tmp_path / "plain"), metrics(tmp_path / "flags")
     assert [step["humanline/steps_since_sync"] for step in steps] == list(range(STEPS))
-    assert all(step["humanline/clipped_high"] > 0.3 for step in steps[1:])  # had there been clipping, it would show
+    # Had there been clipping, it would show.
+    assert all(step["humanline/clipped_high"] > 0.3 for step in steps[1:])
     for key in ("loss", "grad_norm", "rewards/margins", "humanline/log_ratio_abs_mean"):
         assert [step[key] for step in steps] == [step[key] for step in plain], key

@@ -21,7 +21,8 @@ import torch
 from conftest import PAIRS, ROOT, TOY, finish, free_port, metrics, refused, run_ranks, start_ranks
 from safetensors.torch import load_file, save_file
 
-SHORT = ["--num-steps", "2", "--batch-size", "4", "--eval-samples", "0", "--checkpoint-every", "0", "--k", "2"]
+SHORT = ["--num-steps", "2", "--batch-size", "4", "--eval-samples", "0", "--checkpoint-every", "0"]
+SHORT += ["--k", "2"]
 SHORT += ["--dataset", PAIRS, "--max-new-tokens", "8", "--engine", "hf"]
 RUN = ["--num-steps", "12", "--k", "3", "--batch-size", "8", "--checkpoint-every", "4", "--eval-samples", "8"]
 RUN += ["--dataset", PAIRS, "--eval-dataset", PAIRS, "--max-new-tokens", "12", "--engine", "hf"]
@@ -30,7 +31,8 @@ RUN += ["--dataset", PAIRS, "--eval-dataset", PAIRS, "--max-new-tokens", "12", "
 def changed_policy(folder, weights=lambda found: found, **config):
     """The toy policy with other weights, or another config."""
     shutil.copytree(TOY / "policy", folder)
-    save_file(weights(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+    path = folder / "model.safetensors"
+    save_file(weights(load_file(path)), path, {"format": "pt"})
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | config))
     return str(folder)
@@ -78,7 +80,8 @@ def narrower(found):
 def test_weights_that_are_not_those_of_the_config_are_named(tmp_path, weights, config, named):
     model = changed_policy(tmp_path / "model", weights, **config)
     said = refused([*SHORT, "--model", model, "--output-dir", str(tmp_path / "run")])
-    assert said.startswith(f"error: --model {model}: its weights are not those of its config.json") and named in said
+    assert said.startswith(f"error: --model {model}: its weights are not those of its config.json")
+    assert named in said
     assert not (tmp_path / "run" / "args.json").exists()
 
 
@@ -87,15 +90,18 @@ def test_a_classifier_is_no_policy_and_a_causal_model_is_no_judge(tmp_path):
     assert "missing: lm_head.weight" in said and "unexpected: score.weight" in said
     for labels in ({}, {"num_labels": 1}):
         model = changed_policy(tmp_path / f"judge{len(labels)}", **labels)
-        said = refused([*SHORT, "--model", str(TOY / "policy"), "--reward-model", model, "--eval-dataset", PAIRS])
+        evaluated = ["--reward-model", model, "--eval-dataset", PAIRS]
+        said = refused([*SHORT, "--model", str(TOY / "policy"), *evaluated])
         assert f"--reward-model {model}: its weights" in said and "missing: score.weight" in said
 
 
 def test_buffers_of_old_files_and_tied_heads_are_no_fault(tmp_path, tied_policy):
     old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     model = changed_policy(tmp_path / "old", lambda found: found | old)
-    runs = [[*SHORT, "--model", str(TOY / "policy")], [*SHORT, "--model", model], [*SHORT, "--model", tied_policy]]
-    run_ranks(1, [[*run, "--output-dir", str(tmp_path / str(i))] for i, run in enumerate(runs)])
+    runs = []
+    for i, name in enumerate([str(TOY / "policy"), model, tied_policy]):
+        runs.append([*SHORT, "--model", name, "--output-dir", str(tmp_path / str(i))])
+    run_ranks(1, runs)
     assert metrics(tmp_path / "0", True) == metrics(tmp_path / "1", True)
     assert len(metrics(tmp_path / "2")) == 2
 
@@ -143,7 +149,8 @@ def test_a_second_process_is_refused_and_the_first_one_loses_nothing(whole, tmp_
             time.sleep(0.01)
         before = lines(folder)
         said = refused(["--resume", str(folder)])
-        assert re.fullmatch(rf"error: --output-dir {folder} \(does another process use it\?\): .*lock.*\n", said)
+        reason = r"\(does another process use it\?\): .*lock.*"
+        assert re.fullmatch(rf"error: --output-dir {folder} {reason}\n", said)
         assert "already holds" not in refused([*RUN, "--output-dir", str(folder)])
         assert first.poll() is None and lines(folder) >= before
         os.killpg(first.pid, signal.SIGKILL)
@@ -152,7 +159,8 @@ def test_a_second_process_is_refused_and_the_first_one_loses_nothing(whole, tmp_
         first.communicate()
     done = [step["step"] for step in metrics(folder)]
     assert done == list(range(len(done))) and len(done) >= 50
-    run_ranks(1, [["--resume", str(folder), "--num-steps", str(len(done) + 1)]])  # the lock went with the process
+    # The lock went with the process.
+    run_ranks(1, [["--resume", str(folder), "--num-steps", str(len(done) + 1)]])
 
 
 def test_two_processes_that_begin_at_once_do_not_share_a_folder(tmp_path):
@@ -170,12 +178,21 @@ def test_checkpoints_without_the_settings_of_their_run_are_refused(whole, tmp_pa
     assert "args.json" in refused(["--resume", str(folder)])
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"lr": 1}', "null", '{"script": "dpo_humanline", "speed": 3}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"lr": 1}', "null", '{"script": "dpo_humanline", "a": 3}'])
 def test_args_json_that_is_no_runs_is_named(whole, tmp_path, text):
     folder = shutil.copytree(whole, tmp_path / "run")
     (folder / "args.json").write_text(text)
     said = refused(["--resume", str(folder)])
     assert said.startswith(f"error: --resume {folder}: ") and lines(folder) == 12
+
+
+def test_args_json_of_another_version_names_what_this_one_does_not_know(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    settings = json.loads((folder / "args.json").read_text())
+    (folder / "args.json").write_text(json.dumps(settings | {"speed": 3}))
+    said = refused(["--resume", str(folder)])
+    reason = "another version of the script wrote it (speed); go on with that version"
+    assert said == f"error: --resume {folder}: {reason}\n"
 
 
 def test_a_run_is_resumed_by_the_script_that_made_it(whole):
@@ -209,8 +226,8 @@ def test_resume_takes_the_newest_checkpoint_that_is_whole(whole, tmp_path, damag
     shutil.copytree(folder / "checkpoints" / "step-8", folder / "checkpoints" / "step-99.bak")
     DAMAGES[damage](folder / "checkpoints" / "step-12")
     output = run_ranks(1, [["--resume", str(folder)]])
-    skipped = [line for line in output.splitlines() if line.startswith("skipped")]
-    assert len(skipped) == 1 and skipped[0].startswith(f"skipped {folder / 'checkpoints' / 'step-12'} (damaged: ")
+    (skipped,) = [line for line in output.splitlines() if line.startswith("skipped")]
+    assert skipped.startswith(f"skipped {folder / 'checkpoints' / 'step-12'} (damaged: ")
     same(folder, whole)
 
 
@@ -260,13 +277,15 @@ def test_metrics_that_are_damaged_have_whole_lines_after_a_resume(whole, tmp_pat
 def test_a_folder_that_cannot_be_is_told_before_the_model_is_loaded(tmp_path, name):
     (tmp_path / "file").write_text("")
     folder = {"proc": "/proc/run", "long": str(tmp_path / ("x" * 300))}.get(name, str(tmp_path / name))
-    weightless = shutil.copytree(TOY / "policy", tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    no_weights = shutil.ignore_patterns("*.safetensors")
+    weightless = shutil.copytree(TOY / "policy", tmp_path / "model", ignore=no_weights)
     said = refused([*SHORT, "--model", str(weightless), "--output-dir", folder])
     assert folder in said and said.count("\n") == 1
     assert re.search("Not a directory|No such file|Permission denied|File name too long", said)
 
 
-@pytest.mark.parametrize("limit", [300_000, 2_000])  # bytes of a file: too few for a shard, and for the metrics as well
+# Bytes of a file: too few for a shard, and for the metrics as well.
+@pytest.mark.parametrize("limit", [300_000, 2_000])
 def test_a_disk_that_is_full_ends_with_one_line_and_the_last_checkpoint_resumes(whole, tmp_path, limit):
     folder = tmp_path / "run"
     flags = ["--num-steps", "2000", "--warmup-fraction", "0", "--keep-checkpoints", "0"]
@@ -287,16 +306,8 @@ def test_a_disk_that_is_full_ends_with_one_line_and_the_last_checkpoint_resumes(
 def test_one_rank_that_cannot_write_ends_all_of_them(tmp_path):
     folder = tmp_path / "run"
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    command = [
-        sys.executable,
-        *launch,
-        ROOT / "dpo_humanline.py",
-        *RUN,
-        "--num-steps",
-        "300",
-        "--checkpoint-every",
-        "100",
-    ]
+    command = [sys.executable, *launch, ROOT / "dpo_humanline.py", *RUN, "--num-steps", "300"]
+    command += ["--checkpoint-every", "100"]
     command += ["--output-dir", folder]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         while lines(folder) < 1 and process.poll() is None:
@@ -318,7 +329,8 @@ def test_a_file_in_the_place_of_final_is_told(whole, tmp_path):
 
 # --- kills ---
 
-KILLED = ["--num-steps", "8", "--k", "3", "--batch-size", "8", "--checkpoint-every", "3", "--eval-samples", "4"]
+KILLED = ["--num-steps", "8", "--k", "3", "--batch-size", "8", "--checkpoint-every", "3"]
+KILLED += ["--eval-samples", "4"]
 KILLED += ["--max-new-tokens", "12", "--engine", "hf"]
 MATH = ["--num-steps", "6", "--sample-every", "3", "--prompts-per-step", "4", "--group-size", "4", "--k", "2"]
 MATH += ["--checkpoint-every", "2", "--eval-samples", "4", "--engine", "hf"]
@@ -330,7 +342,7 @@ SCRIPTS = {  # flags, and the first rows of which toy data
     "grpo_math_humanline": (MATH, "shell_game/problems"),
 }
 KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
-KILLS = [(script, ranks, number) for script in list(SCRIPTS)[:3] for ranks in (1, 2) for number in (KILL, TERM, INT)]
+KILLS = list(itertools.product(list(SCRIPTS)[:3], (1, 2), (KILL, TERM, INT)))
 KILLS += [("grpo_math_humanline", 1, KILL), ("grpo_math_humanline", 1, TERM), ("grpo_math_humanline", 2, INT)]
 
 
@@ -355,9 +367,9 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("script", "ranks", "number"), KILLS)
-def test_a_run_ended_at_any_moment_goes_on_as_if_nothing_had_happened(undisturbed, tmp_path, script, ranks, number):
-    """KILL and TERM come to all ranks, as from a scheduler, INT to one of them. While they train all end together;
-    while one samples it ends at once, and the others, whom a launcher would end, with an error."""
+def test_a_run_ended_at_any_moment_goes_on_as_if_nothing_was(undisturbed, tmp_path, script, ranks, number):
+    """KILL and TERM come to all ranks, as from a scheduler, INT to one of them. While they train all end
+    together; while one samples it ends at once, and the others, whom a launcher would end, with an error."""
     (flags, whole), folder = undisturbed(script, ranks), tmp_path / "run"
     processes = start_ranks(ranks, [[*flags, "--output-dir", str(folder)]], script=script)
     moment = random.Random(f"{script} {ranks} {number} {os.environ.get('MOMENTS', '')}")

@@ -1,4 +1,4 @@
-"""The loss and the gradient norm of every step do not depend on ranks or microbatches; a repeated run is the same."""
+"""The loss and the gradient norm of a step do not depend on ranks or passes; a repeated run is the same."""
 
 import subprocess
 import sys
@@ -14,14 +14,21 @@ VARIANTS = {
 }
 TOY_RUN = ["--num-steps", "8", "--dataset", PAIRS, "--eval-dataset", "", "--warmup-fraction", "0.25"]
 TOY_RUN += ["--checkpoint-every", "0"]
-# ranks: --micro-batch-size; the last 0 is a repetition; the last layout of four is HSDP, two copies of two shards
-LAYOUTS = {1: ["8", "0", "0"], 2: ["4", "0", "0"], 4: ["4", "4 --shard-size 2"]}
+PAIR = 28  # tokens of every pair of the toy
+# {ranks: --micro-batch-tokens}. The last 0 is a repetition; the last layout of four ranks is HSDP, two copies
+# of two shards.
+LAYOUTS = {
+    1: [f"{8 * PAIR}", "0", "0"],
+    2: [f"{4 * PAIR}", "0", "0"],
+    4: [f"{4 * PAIR}", f"{4 * PAIR} --shard-size 2"],
+}
+SAME = ["loss", "grad_norm", "rewards/margins", "humanline/clipped_low", "humanline/log_ratio_abs_mean"]
 
 
 def agree(reference, other, tolerance=1e-5):
     assert len(reference) == len(other) > 0
     for a, b in zip(reference, other):
-        for key in ("loss", "grad_norm", "rewards/margins", "humanline/clipped_low", "humanline/log_ratio_abs_mean"):
+        for key in SAME:
             rel = max(tolerance, 1e-6) if key == "grad_norm" else tolerance  # the norm is rounded to fp32
             assert b[key] == pytest.approx(a[key], rel=rel, abs=1e-12), (key, a["step"])
 
@@ -30,12 +37,12 @@ def agree(reference, other, tolerance=1e-5):
 def toy_runs(tmp_path_factory):
     folder, runs = tmp_path_factory.mktemp("same"), {}
     for ranks, sizes in LAYOUTS.items():
-        jobs = {
-            (name, ranks, i): [*TOY_RUN, *VARIANTS[name], "--micro-batch-size", *size.split(), "--output-dir"]
-            for name in VARIANTS
-            for i, size in enumerate(sizes)
-        }
-        jobs = {key: [*arguments, str(folder / "-".join(map(str, key)))] for key, arguments in jobs.items()}
+        jobs = {}
+        for name, variant in VARIANTS.items():
+            for i, size in enumerate(sizes):
+                layout = ["--micro-batch-tokens", *size.split()]
+                output = ["--output-dir", str(folder / f"{name}-{ranks}-{i}")]
+                jobs[name, ranks, i] = [*TOY_RUN, *variant, *layout, *output]
         run_ranks(ranks, list(jobs.values()))
         runs |= {key: metrics(arguments[-1], True) for key, arguments in jobs.items()}
     return runs
@@ -65,7 +72,8 @@ def test_three_ranks_agree_with_one_although_thirds_are_not_exact(tmp_path):
     """What is clipped by the norm is rounded with it to fp32; all else is in float64."""
     run = [*TOY_RUN, "--batch-size", "12", "--k", "1", "--adam-eps", "1e-8", "--max-grad-norm"]
     for ranks in (1, 3):
-        layout = ["--micro-batch-size", "4" if ranks == 1 else "2", "--output-dir"]
+        pairs = 4 if ranks == 1 else 2
+        layout = ["--micro-batch-tokens", str(pairs * PAIR), "--output-dir"]
         run_ranks(ranks, [[*run, norm, *layout, f"{tmp_path}/{norm}-{ranks}"] for norm in ("1", "1e9")])
     for norm, tolerance in (("1", 1e-5), ("1e9", 1e-9)):
         agree(metrics(tmp_path / f"{norm}-1"), metrics(tmp_path / f"{norm}-3"), tolerance)
@@ -80,10 +88,12 @@ def test_the_variants_are_different_runs(toy_runs):
 def test_real_model_and_real_pairs_agree_over_ranks(tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
-    (tmp_path / "pairs.jsonl").write_text("".join((SHARED / "preferences" / "pairs.jsonl").open().readlines()[:64]))
+    rows = (SHARED / "preferences" / "pairs.jsonl").open().readlines()[:64]
+    (tmp_path / "pairs.jsonl").write_text("".join(rows))
     real = ["--model", str(SHARED / "model-stories260K"), "--dataset", str(tmp_path / "pairs.jsonl")]
-    real += ["--chat-template", str(template), "--max-prompt-length", "128", "--max-length", "256", "--lr", "1e-3"]
+    real += ["--chat-template", str(template), "--max-prompt-length", "128", "--max-length", "256"]
+    real += ["--lr", "1e-3"]
     real += ["--batch-size", "8", "--num-steps", "3", "--adam-eps", "1e-2", "--warmup-fraction", "0"]
     run_ranks(1, [[*real, "--output-dir", str(tmp_path / "one")]])
-    run_ranks(2, [[*real, "--micro-batch-size", "1", "--output-dir", str(tmp_path / "two")]])
+    run_ranks(2, [[*real, "--micro-batch-tokens", "1", "--output-dir", str(tmp_path / "two")]])
     agree(metrics(tmp_path / "one"), metrics(tmp_path / "two"))

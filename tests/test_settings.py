@@ -1,4 +1,4 @@
-"""Whose settings a run has, what its first line says, and that an edit of a loss shows wherever it is reported."""
+"""Whose settings a run has, what its first line says, and that an edit of a loss shows in its reports."""
 
 import importlib
 import json
@@ -8,13 +8,40 @@ from dataclasses import asdict
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import PAIRS, ROOT, SCRIPTS, TOY
+from conftest import PAIRS, ROOT, SCRIPTS, TOY, metrics, parse_args
 
 PAPER = {  # Tables 1 to 3, offline + humanline
-    "dpo_humanline": {"lr": 5e-6, "beta": 0.1, "k": 1, "batch_size": 32, "adam_eps": 1e-5, "max_grad_norm": 1.0},
-    "kto_humanline": {"lr": 5e-6, "beta": 0.25, "lambda_D": 1.1, "lambda_U": 1.0, "k": 1, "max_grad_norm": 4.0},
-    "grpo_humanline": {"lr": 5e-6, "beta": 0.01, "epsilon": 0.15, "k": 1, "batch_size": 64, "max_grad_norm": 1.0},
-    "grpo_math_humanline": {"lr": 1e-6, "prompts_per_step": 32, "group_size": 8, "sample_every": 64, "adam_eps": 1e-8},
+    "dpo_humanline": {
+        "lr": 5e-6,
+        "beta": 0.1,
+        "k": 1,
+        "batch_size": 32,
+        "adam_eps": 1e-5,
+        "max_grad_norm": 1.0,
+    },
+    "kto_humanline": {
+        "lr": 5e-6,
+        "beta": 0.25,
+        "lambda_D": 1.1,
+        "lambda_U": 1.0,
+        "k": 1,
+        "max_grad_norm": 4.0,
+    },
+    "grpo_humanline": {
+        "lr": 5e-6,
+        "beta": 0.01,
+        "epsilon": 0.15,
+        "k": 1,
+        "batch_size": 64,
+        "max_grad_norm": 1.0,
+    },
+    "grpo_math_humanline": {
+        "lr": 1e-6,
+        "prompts_per_step": 32,
+        "group_size": 8,
+        "sample_every": 64,
+        "adam_eps": 1e-8,
+    },
 }
 COMMON = {
     "log_epsilon_P": -1.5,
@@ -31,14 +58,14 @@ def script(request):
 
 
 def test_a_model_of_ones_own_gets_the_papers_settings_and_the_first_line_says_so(script, capsys):
-    args = asdict(script.parse_args(["--model", "mine", "--dataset", "data.jsonl", "--seed", "3"]))
+    args = asdict(parse_args(script, ["--model", "mine", "--dataset", "data.jsonl", "--seed", "3"]))
     assert args.items() >= (PAPER[script.__name__] | COMMON).items() and args["eval_dataset"] == ""
     assert capsys.readouterr().out == "the paper's settings; --model mine --dataset data.jsonl --seed 3\n"
 
 
 @pytest.mark.parametrize("flags", [[], ["--dataset", "data.jsonl"]], ids=["nothing", "data"])
 def test_without_a_model_the_toys_settings_apply_whatever_the_data(script, capsys, flags):
-    args = asdict(script.parse_args(["--k", "5", *flags]))
+    args = asdict(parse_args(script, ["--k", "5", *flags]))
     assert args.items() >= (script.TOY | {"k": 5} | ({"dataset": "data.jsonl"} if flags else {})).items()
     assert "the embedded toy and its settings" in capsys.readouterr().out
 
@@ -46,21 +73,22 @@ def test_without_a_model_the_toys_settings_apply_whatever_the_data(script, capsy
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_online_toy_rounds_take_the_toys_prompts(name):
     script = importlib.import_module(name)
-    assert script.parse_args(["--online"]).dataset.endswith("prompts_train.jsonl.gz")
+    assert parse_args(script, ["--online"]).dataset.endswith("prompts_train.jsonl.gz")
 
 
 def test_help_shows_the_defaults_that_would_apply(script, capsys):
     for flags, lr in (([], script.TOY["lr"]), (["--model", "mine"], PAPER[script.__name__]["lr"])):
         with pytest.raises(SystemExit):
-            script.parse_args([*flags, "--help"])
+            parse_args(script, [*flags, "--help"])
         told = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
         assert f"(default: {lr})" in told.split("--lr FLOAT ")[1].split(" --")[0]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_an_edited_loss_is_the_loss_that_is_trained_and_evaluated(name, tmp_path, monkeypatch):
-    """The function of the loss is replaced, as its user would edit it; every loss that is reported follows."""
-    script, function = importlib.import_module(name), f"{name.split('_')[0]}_loss"
+    """The function of the loss is replaced, as its user would edit it; every reported loss follows."""
+    script = importlib.import_module(name)
+    function = f"{name.split('_')[0]}_loss"
     original = getattr(script, function)
 
     def edited(*arguments):
@@ -68,15 +96,21 @@ def test_an_edited_loss_is_the_loss_that_is_trained_and_evaluated(name, tmp_path
         return 7 + 0 * loss, *rest
 
     monkeypatch.setattr(script, function, edited)
-    run = ["--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "0", "--num-steps", "1", "--batch-size", "8"]
+    run = ["--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "0", "--num-steps", "1"]
+    run += ["--batch-size", "8"]
     run += ["--model", str(TOY / "policy"), "--checkpoint-every", "0", "--eval-every", "1"]
     try:
-        script.main(script.parse_args([*run, "--output-dir", str(tmp_path / "run")]))
+        script.main(parse_args(script, [*run, "--output-dir", str(tmp_path / "run")]))
     finally:
         dist.destroy_process_group() if dist.is_initialized() else None
-    summary, line = (tmp_path / "run" / "summary.json").read_text(), (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert json.loads(line)["loss"] == json.loads(line)["eval/loss"] == pytest.approx(7)
-    assert [json.loads(summary)[when]["eval/loss"] for when in ("before", "after")] == [[7, 0], [7, 0]]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    (step,) = metrics(tmp_path / "run")
+    assert step["loss"] == pytest.approx(7)
+    if name == "grpo_humanline":  # its evaluation has no loss
+        assert "eval/loss" not in step
+        return
+    evaluations = [summary["before"]["eval/loss"], summary["after"]["eval/loss"], [step["eval/loss"], 0]]
+    assert evaluations == [[7, 0]] * 3
 
 
 def test_ipo_is_an_edit_of_one_line(tmp_path):
@@ -85,9 +119,11 @@ def test_ipo_is_an_edit_of_one_line(tmp_path):
     line = "    return -torch.nn.functional.logsigmoid(chosen - rejected), rewards.detach()\n"
     assert text.count(line) == 1
     ipo = "    return ((chosen - rejected) / beta - 1 / (2 * beta)) ** 2, rewards.detach()\n"
+    edited = text.replace(line, ipo)
+    start = edited.index("def dpo_loss")
+    function = edited[start : edited.index("\n\n\n", start)]
     scope = {"torch": torch}
-    start, end = text.index("def dpo_loss"), text.index("# --- shared: humanline\n")
-    exec(compile(text[start:end].replace(line, ipo), "dpo_loss", "exec"), scope)
+    exec(compile(function, "dpo_loss", "exec"), scope)
     log_ratio, mask = torch.tensor([[0.5, 0.25], [-0.25, 1.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
     loss, _ = scope["dpo_loss"](log_ratio, mask, 0.1)
     assert loss.item() == pytest.approx((0.75 + 0.25 - 5) ** 2)

@@ -1,6 +1,7 @@
-"""benchmark/step.py at toy size: the same work in every arm, ours and TRL's, one at a time, and figures by hand."""
+"""benchmark/step.py at toy size: the same work in all arms, ours and TRL's, in turns; figures by hand."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -36,11 +37,13 @@ def test_all_that_json_prints(found):
     keys = {"seconds", "tokens_per_second", "efficiency", "padding", "sync", "peak", "time", "memory", "idle"}
     keys |= {"loss", "grad_norm", "started", "ended"}
     for name, result in found.items():
-        assert {"script", "model", "ranks", "threads", "dtype", "device", "commit", "versions"} < result.keys()
-        assert json.loads(json.dumps(result)) == result and (result["tokens"], result["threads"]) == (TOKENS, 1)
+        assert set("script model ranks threads dtype device commit versions".split()) < result.keys()
+        assert json.loads(json.dumps(result)) == result
+        assert (result["tokens"], result["threads"]) == (TOKENS, 1)
         assert result["completion_tokens"] == COMPLETION and result["ranks"] == 1 + (name == "two ranks")
         for arm in result["arms"].values():
-            assert arm.keys() - {"mfu"} == keys and len(arm["seconds"]) == result["steps"] == len(arm["loss"]) - 1
+            assert arm.keys() - {"mfu"} == keys
+            assert len(arm["seconds"]) == result["steps"] == len(arm["loss"]) - 1
             speed = TOKENS / sorted(arm["seconds"])[0], TOKENS / sorted(arm["seconds"])[-1]
             assert speed[1] <= arm["tokens_per_second"] <= speed[0]
             share = result["flops"] / result["flops_per_second"] / result["ranks"] / TOKENS
@@ -53,8 +56,8 @@ def test_all_that_json_prints(found):
 
 @pytest.mark.parametrize("script", ["dpo", "kto", "grpo"])
 def test_trl_trains_on_the_same_tokens(found, script):
-    """The first gradient depends on every token, mask, label and weight; so does the first loss of GRPO, and DPO's
-    second. KTO's second has z_0 of a pass there, of the batch here."""
+    """The first gradient depends on every token, mask, label and weight; so does the first loss of GRPO, and
+    DPO's second. KTO's second has z_0 of a pass there, of the batch here."""
     (name, ours), (other, theirs) = found[script]["arms"].items()
     assert other == "TRL" and ours["grad_norm"][0] == pytest.approx(theirs["grad_norm"][0], rel=1e-5)
     assert ours["loss"][0] == pytest.approx(theirs["loss"][0], rel=1e-5)
@@ -69,6 +72,22 @@ def test_two_ranks_do_the_same_work_and_arms_differ_in_what_they_are_named_for(f
     for key in ("loss", "grad_norm"):
         assert two[key][:2] == pytest.approx(one[key][:2], rel=1e-3)
     assert two["loss"][2] < 0.5 * one["loss"][2] and two["sync"] == 0 < one["sync"] < 0.1
+
+
+def test_an_arm_of_another_checkout_runs_its_own_code(tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(ROOT / "benchmark", other / "benchmark")
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, other)
+    loss = "-torch.nn.functional.logsigmoid(chosen - rejected)"
+    text = (other / "dpo_humanline.py").read_text()
+    assert text.count(loss) == 1
+    (other / "dpo_humanline.py").write_text(text.replace(loss, f"2 * {loss}"))
+    flags = ["--batch-size", "8", "--arms", "offline", "--steps", "1", "--against", str(other)]
+    result = step.measure([*RUN, *flags])
+    assert list(result["arms"]) == ["offline", f"offline in {other}"]
+    ours, theirs = result["arms"].values()
+    assert theirs["loss"][0] == pytest.approx(2 * ours["loss"][0], rel=1e-6)
 
 
 def test_one_arm_computes_at_a_time(found):
@@ -129,7 +148,11 @@ def test_an_arm_that_fails_is_told_in_its_own_words(tmp_path):
         (["--arms", "k=0"], "--arms k=0: they are offline or k=N"),
         (["--steps", "0"], "--steps are at least 1"),
         (["--ranks", "3"], "3 ranks"),
-        (["--trl", "--micro-batch-size", "3", "--batch-size", "16"], "batch"),
+        (
+            ["--trl", "--micro-batch-tokens", "3000", "--batch-size", "16"],
+            "--trl: a batch of 16 in 3 equal passes? See --micro-batch-tokens",
+        ),
+        (["--against", "/nowhere"], "--against /nowhere: it has no benchmark/step_arm.py"),
         (["--model", "gpt-5"], "neither a folder"),
     ],
 )

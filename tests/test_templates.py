@@ -1,7 +1,7 @@
 """Chat templates of real models (those in TRL's package) and what text in the data may do to them.
 
-Two tokenizers stand for the two kinds there are: bytes, as in Llama 3 and Qwen, and pieces whose first one depends on
-what stands before it, as in Llama 2 and Mistral.
+Two tokenizers stand for the two kinds there are: bytes, as in Llama 3 and Qwen, and pieces whose first one
+depends on what stands before it, as in Llama 2 and Mistral.
 """
 
 import json
@@ -14,7 +14,7 @@ from test_reliability import SHORT, changed_policy
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from utils import encode_completion, encode_prompt, load_reward_model, render, reward_scores
+from utils import Example, encode_completion, encode_prompt, load_reward_model, render, reward_scores
 
 TEMPLATES = files("trl") / "chat_templates"
 FAMILIES = {  # template, what begins a turn, what ends one
@@ -32,13 +32,15 @@ def bytes_or_pieces(kind: str, family: str) -> PreTrainedTokenizerFast:
     if kind == "bytes":
         vocab = {token: i for i, token in enumerate(pre_tokenizers.ByteLevel.alphabet())}
         raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-        raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        raw.decoder = decoders.ByteLevel()
     else:
         letters = "▁\n<>|_ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz?.,0123456789"
         merges = [("▁", letter) for letter in letters[1:]]
         vocab = {token: i for i, token in enumerate([*letters, *("".join(pair) for pair in merges)])}
         raw = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-        raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(prepend_scheme="first"), decoders.Metaspace()
+        raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        raw.decoder = decoders.Metaspace()
     tokens = {"bos_token": "<s>", "eos_token": end, "additional_special_tokens": special}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, clean_up_tokenization_spaces=False, **tokens)
     tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
@@ -66,8 +68,9 @@ def test_a_completion_is_the_end_of_the_conversation_as_the_model_reads_it(famil
 def test_a_completion_of_plain_text_is_the_end_of_that_text(kind):
     tokenizer = bytes_or_pieces(kind, "gemma")
     tokenizer.chat_template = None
+    tokens = tokens_of(tokenizer, {tokenizer.eos_token_id})
     prompt = encode_prompt(tokenizer, QUESTION + "\n")
-    ids, _ = encode_completion(tokens_of(tokenizer, {tokenizer.eos_token_id}), QUESTION + "\n", prompt, ANSWER)
+    ids, _ = encode_completion(tokens, QUESTION + "\n", prompt, ANSWER)
     assert prompt + ids[:-1] == tokenizer(QUESTION + "\n" + ANSWER).input_ids
 
 
@@ -90,12 +93,14 @@ def test_an_end_of_turn_spelt_inside_a_completion_is_a_problem(family, kind):
     told = f"It is{FAMILIES[family][1]} Paris"
     ids = encode_prompt(tokenizer, prompt)
     assert encode_completion(tokens, prompt, ids, told) == ([], "end of turn inside the completion")
-    assert encode_completion(tokens, prompt, ids, f"Paris{FAMILIES[family][1]}")[1] == ""  # nothing comes after it
+    nothing_behind = f"Paris{FAMILIES[family][1]}"
+    assert encode_completion(tokens, prompt, ids, nothing_behind)[1] == ""
 
 
 @pytest.mark.parametrize("family", ["idefics3", "smolvlm"])
 def test_a_template_that_loses_text_is_told(tmp_path, family):
-    said = refused([*SHORT, "--model", str(TOY / "policy"), "--chat-template", str(TEMPLATES / f"{family}.jinja")])
+    template = TEMPLATES / f"{family}.jinja"
+    said = refused([*SHORT, "--model", str(TOY / "policy"), "--chat-template", str(template)])
     first = "lines 1, 2, 3, 4, 5, 6, 7, 8, 9 …"
     assert f"0 rows, 128 dropped; 128 completion changed by the chat template: {first}; none is left" in said
 
@@ -124,7 +129,8 @@ def test_rows_that_spell_special_tokens_are_counted_and_kept(tmp_path):
 def test_what_a_template_raises_names_file_and_row(tmp_path, template, said):
     (tmp_path / "own.jinja").write_text(template)
     told = refused([*SHORT, "--model", str(TOY / "policy"), "--chat-template", str(tmp_path / "own.jinja")])
-    assert told.startswith(f"error: --dataset {PAIRS}, line 1: the chat template cannot render it: ") and said in told
+    assert told.startswith(f"error: --dataset {PAIRS}, line 1: the chat template cannot render it: ")
+    assert said in told
     assert told.count("\n") == 1
 
 
@@ -133,7 +139,10 @@ def test_a_template_file_that_cannot_be_read_is_told(tmp_path, content):
     if content:
         (tmp_path / "own.jinja").write_bytes(content)
     told = refused([*SHORT, "--model", str(TOY / "policy"), "--chat-template", str(tmp_path / "own.jinja")])
-    assert ("the chat template renders" if content else f"No such file or directory: '{tmp_path}/own.jinja'") in told
+    if content:
+        assert "the chat template renders" in told
+    else:
+        assert f"No such file or directory: '{tmp_path}/own.jinja'" in told
     assert told.count("\n") == 1
 
 
@@ -141,17 +150,19 @@ def test_a_template_file_that_cannot_be_read_is_told(tmp_path, content):
 def test_a_judge_whose_template_changes_an_unfinished_message_still_scores(one_rank, drop):
     model, tokenizer = load_reward_model(str(TOY / "reward_model"), torch.float32, torch.device("cpu"), False)
     tokenizer.chat_template = "{% for m in messages %}{{ " + drop + " + ' ' + '<|end|>' }}{% endfor %}"
-    scores = reward_scores(model, tokenizer, [("for king", "rose iris lily", False)])
+    sample = Example(1, "for king", [], text="rose iris lily", finished=False)
+    scores = reward_scores(model, tokenizer, [sample])
     assert scores.isfinite().all()
 
 
-@pytest.mark.parametrize("completion", ["rose iris", "end", "<", "|"])  # these stand in the end of the turn too
+# "end", "<" and "|" stand in the end of the turn too.
+@pytest.mark.parametrize("completion", ["rose iris", "end", "<", "|"])
 def test_an_unfinished_message_is_scored_without_the_end_of_its_turn(one_rank, completion):
     model, tokenizer = load_reward_model(str(TOY / "reward_model"), torch.float32, torch.device("cpu"), False)
     seen, forward = [], model.forward
     model.forward = lambda input_ids, **how: seen.append(input_ids) or forward(input_ids=input_ids, **how)
     for finished in (True, False):
-        reward_scores(model, tokenizer, [("for king", completion, finished)])
+        reward_scores(model, tokenizer, [Example(1, "for king", [], text=completion, finished=finished)])
     whole, cut = (ids[0].tolist() for ids in seen)
     end = tokenizer.convert_tokens_to_ids("<|end|>")
     assert cut == whole[: len(cut)] and whole[len(cut) :] == [end]

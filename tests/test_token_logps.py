@@ -22,7 +22,8 @@ def tiny_gemma2():
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    return Gemma2ForCausalLM(Gemma2Config(vocab_size=43, final_logit_softcapping=3.0, **sizes, **heads)).eval()
+    config = Gemma2Config(vocab_size=43, final_logit_softcapping=3.0, **sizes, **heads)
+    return Gemma2ForCausalLM(config).eval()
 
 
 def tiny_gpt2():
@@ -66,14 +67,17 @@ def test_logits_are_fp32_when_the_model_is_bf16():
         expected = logits[:, :-1].log_softmax(-1).gather(2, input_ids[:, 1:, None]).squeeze(2)
         logps = token_logps(model, input_ids, mask)
     torch.testing.assert_close(logps[:, 1:], expected * mask[:, 1:], rtol=1e-6, atol=1e-6)
-    rounded = (hidden @ model.lm_head.weight.T).float()[:, :-1].log_softmax(-1).gather(2, input_ids[:, 1:, None])
-    assert (rounded.squeeze(2) * mask[:, 1:] - logps[:, 1:]).abs().max() > 1e-3  # what bf16 logits would have cost
+    # what bf16 logits would have cost
+    bf16_logits = (hidden @ model.lm_head.weight.T).float()
+    rounded = bf16_logits[:, :-1].log_softmax(-1).gather(2, input_ids[:, 1:, None]).squeeze(2)
+    assert (rounded * mask[:, 1:] - logps[:, 1:]).abs().max() > 1e-3
 
 
 def test_padding_changes_nothing():
     model = AutoModelForCausalLM.from_pretrained(TOY / "policy")
     longest = Example(4, "", [1] * 24, [5] * 8)
-    narrow, wide = (token_logps(model, *pad_batch([*EXAMPLES, *more], 5, "cpu"))[:3] for more in ([], [longest]))
+    narrow = token_logps(model, *pad_batch(EXAMPLES, 5, "cpu"))
+    wide = token_logps(model, *pad_batch([*EXAMPLES, longest], 5, "cpu"))[:3]
     torch.testing.assert_close(wide[:, : narrow.shape[1]], narrow, rtol=1e-6, atol=1e-6)
     assert wide.shape[1] == 32 and (wide[:, narrow.shape[1] :] == 0).all()
 
@@ -94,7 +98,8 @@ def test_the_head_never_sees_prompt_tokens_and_is_restored():
     finally:
         torch.nn.functional.linear = linear
     assert {tokens for tokens, _ in sizes} == {14}  # of completions
-    assert sum(rows for _, rows in sizes) == model.config.vocab_size and all(14 * rows <= 500 for _, rows in sizes)
+    assert sum(rows for _, rows in sizes) == model.config.vocab_size
+    assert all(14 * rows <= 500 for _, rows in sizes)
     assert model(torch.tensor([[1, 2]])).logits.shape == (1, 2, model.config.vocab_size)
 
 

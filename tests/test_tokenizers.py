@@ -1,7 +1,7 @@
-"""Tokens are the model's own: the tokenizers that mistral_common ships, with Mistral's and Zephyr's templates.
+"""Tokens are the model's own: the tokenizers that mistral_common ships, with Mistral's and Zephyr's template.
 
-Three kinds: tekken (bytes, 131,072 tokens); SentencePiece as transformers converts it; SentencePiece as in the
-tokenizer.json files of Llama 2 and Zephyr, which begins the text after every special token with a space.
+Three kinds: tekken (bytes, 131,072 tokens); SentencePiece as transformers converts it; SentencePiece as in
+the tokenizer.json files of Llama 2 and Zephyr, which begins the text after every special token with a space.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SCRIPTS, SHARED, metrics, run_ranks, tokens_of
+from conftest import SCRIPTS, SHARED, metrics, parse_args, run_ranks, tokens_of
 from mistral_common.integrations.chat_templates.chat_templates import convert_tokenizer_to_chat_template
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.protocol.instruct.validator import ValidationMode
@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.integrations.mistral import convert_tekken_tokenizer
 
-from dpo_humanline import load_groups, parse_args
+import dpo_humanline
 from utils import encode_completion, encode_prompt, load_tokens, render
 
 SOURCES = {
@@ -39,9 +39,11 @@ SOURCES = {
     "llama2": "tokenizer.model.v1",
 }
 ZEPHYR = (  # zephyr-7b-beta's
-    "{% for message in messages %}\n{% if message['role'] == 'user' %}\n{{ '<|user|>\n' + message['content'] "
-    "+ eos_token }}\n{% elif message['role'] == 'system' %}\n{{ '<|system|>\n' + message['content'] + eos_token }}"
-    "\n{% elif message['role'] == 'assistant' %}\n{{ '<|assistant|>\n' + message['content'] + eos_token }}\n{% endif %}"
+    "{% for message in messages %}"
+    "\n{% if message['role'] == 'user' %}\n{{ '<|user|>\n' + message['content'] + eos_token }}"
+    "\n{% elif message['role'] == 'system' %}\n{{ '<|system|>\n' + message['content'] + eos_token }}"
+    "\n{% elif message['role'] == 'assistant' %}\n{{ '<|assistant|>\n' + message['content'] + eos_token }}"
+    "\n{% endif %}"
     "\n{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
 )
 REAL = SHARED / "preferences" / "pairs.jsonl"
@@ -77,15 +79,25 @@ def convert(kind: str, folder: Path):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The folder of a tiny random policy with the tokenizer of that kind; judge/ in it is one with the same."""
+    """The folder of a tiny random policy with the tokenizer of that kind; judge/ in it has the same."""
     made = {}
 
     def make(kind: str) -> Path:
         if kind not in made:
             made[kind] = folder = tmp_path_factory.mktemp(kind)
             tokenizer = convert(kind, folder)
-            shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-            shape |= {"num_key_value_heads": 1, "vocab_size": len(tokenizer), "bos_token_id": 1, "eos_token_id": 2}
+            shape = {
+                "hidden_size": 16,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            }
+            shape |= {
+                "num_key_value_heads": 1,
+                "vocab_size": len(tokenizer),
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+            }
             torch.manual_seed(0)
             MistralForCausalLM(MistralConfig(**shape)).save_pretrained(folder)
             judge = MistralForSequenceClassification(MistralConfig(**shape, num_labels=1, pad_token_id=2))
@@ -104,8 +116,8 @@ def load(model):
 
 
 def whole_ids(tokenizer, prompt, completion: str, begin: int) -> list[int]:
-    """Tokens of the whole conversation as transformers makes them, up to and with the first end of turn at or after
-    `begin`; or of the whole text, with one added."""
+    """Tokens of the whole conversation as transformers makes them, up to and with the first end of turn at or
+    after `begin`; or of the whole text, with one added."""
     if isinstance(prompt, str):
         return [*tokenizer(prompt + completion).input_ids, tokenizer.eos_token_id]
     messages = [*prompt, {"role": "assistant", "content": completion}]
@@ -115,9 +127,9 @@ def whole_ids(tokenizer, prompt, completion: str, begin: int) -> list[int]:
 
 def read_pairs(capsys, tokenizer, name: Path) -> list[tuple]:
     """The groups of a file, none of them dropped or cut."""
-    args = parse_args(["--model", "x", "--dataset", str(name), "--max-prompt-length", "20000", "--max-length", "40000"])
+    args = dpo_humanline.Args(max_prompt_length=20000, max_length=40000)
     tokens = tokens_of(tokenizer, {tokenizer.eos_token_id})
-    groups = load_groups(args, "--dataset", str(name), "", tokens, (2,), {})
+    groups, _ = dpo_humanline.load_groups(args, "--dataset", str(name), "", tokens, (2,))
     assert f"--dataset {name}: 299 rows, 0 dropped\n" in capsys.readouterr().out
     return groups
 
@@ -150,13 +162,11 @@ def test_prompt_and_completion_are_the_whole_rendering_on_all_real_pairs(
 
 @pytest.mark.parametrize("kind", ["tekken", "sentencepiece"])
 def test_tokens_are_those_of_mistrals_own_encoder(load, kind):
-    """An oracle without templates. Runs of spaces are left out: transformers' conversion of SentencePiece splits them
-    otherwise ("▁▁(" is ▁▁ and ( there, ▁ and ▁( here)."""
+    """An oracle without templates. Runs of spaces are left out: transformers' conversion of SentencePiece
+    splits them otherwise ("▁▁(" is ▁▁ and ( there, ▁ and ▁( here)."""
     tokenizer, rows = load(kind), []
-    encoder, tokens = (
-        MistralTokenizer.from_file(source(kind), mode=ValidationMode.finetuning),
-        tokens_of(tokenizer, {2}),
-    )
+    encoder = MistralTokenizer.from_file(source(kind), mode=ValidationMode.finetuning)
+    tokens = tokens_of(tokenizer, {2})
     if REAL.exists():
         rows = [(row["prompt"], row["chosen"][0]["content"]) for row in map(json.loads, REAL.open())]
     rows = [row for row in rows if kind == "tekken" or "  " not in str(row)]
@@ -165,22 +175,27 @@ def test_tokens_are_those_of_mistrals_own_encoder(load, kind):
         prompt_ids = encode_prompt(tokenizer, prompt)
         ids, _ = encode_completion(tokens, prompt, prompt_ids, completion)
         answered = [*prompt, {"role": "assistant", "content": completion}]
-        assert prompt_ids + ids == encoder.encode_chat_completion(ChatCompletionRequest(messages=answered)).tokens
+        expected = encoder.encode_chat_completion(ChatCompletionRequest(messages=answered)).tokens
+        assert prompt_ids + ids == expected
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_where_a_token_would_span_both_prompt_and_completion_nothing_comes_in_between(monkeypatch, load, kind):
-    """Then no completion has the tokens of the whole rendering. SentencePiece begins a text of its own with a space."""
-    monkeypatch.setattr(tokenizer := load(kind), "chat_template", None)
+def test_where_a_token_would_span_prompt_and_completion_nothing_comes_in_between(monkeypatch, load, kind):
+    """Then no completion has the tokens of the whole rendering. SentencePiece begins a text of its own with a
+    space."""
+    tokenizer = load(kind)
+    monkeypatch.setattr(tokenizer, "chat_template", None)
     tokens = tokens_of(tokenizer, {2})
     for prompt in ("Q: Where?\nA: ", "[INST] Where? [/INST]", "Where?\nAnswer:"):
         for completion in ("It is Paris.", "(Paris)", '"Paris"', " Paris", "\nParis", ": Paris"):
-            ids, problem = encode_completion(tokens, prompt, before := encode_prompt(tokenizer, prompt), completion)
+            before = encode_prompt(tokenizer, prompt)
+            ids, problem = encode_completion(tokens, prompt, before, completion)
             whole = tokenizer.decode(tokenizer(prompt + completion).input_ids)
             assert problem == "" and tokenizer.decode([*before, *ids[:-1]]) == whole, (prompt, completion)
 
 
-SHORT = ["--num-steps", "3", "--k", "1", "--max-prompt-length", "120", "--max-length", "240", "--max-new-tokens", "6"]
+SHORT = ["--num-steps", "3", "--k", "1", "--max-prompt-length", "120", "--max-length", "240"]
+SHORT += ["--max-new-tokens", "6"]
 SHORT += ["--dtype", "float32", "--engine", "hf", "--checkpoint-every", "0", "--eval-samples", "0"]
 SHORT += ["--samples-per-prompt", "2", "--top-p", "1"]  # no sorting of 131,072 tokens
 
@@ -206,10 +221,13 @@ def summed_logps(folder: Path, ids: list[int], begin: int) -> float:
 @real
 @pytest.mark.parametrize("kind", ["tekken", "llama2"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_three_steps_train_on_the_tokens_of_the_whole_rendering(tmp_path, model, load, short_pairs, script, kind):
+def test_three_steps_train_on_the_tokens_of_the_whole_rendering(
+    tmp_path, model, load, short_pairs, script, kind
+):
     folder, tokenizer = model(kind), load(kind)
     run = [*SHORT, "--model", str(folder), "--dataset", str(short_pairs)]
-    run += ["--batch-size", "2" if script == "dpo_humanline" else "4", "--output-dir"]  # all rows in every step
+    # all rows in every step
+    run += ["--batch-size", "2" if script == "dpo_humanline" else "4", "--output-dir"]
     judged_by = model("llama2") / "judge"  # also where the policy has another tokenizer
     online = ["--online", "--reward-model", str(judged_by), "--reward-threshold", "0"]
     runs = [[*run, str(tmp_path / "offline")], [*run, str(tmp_path / "online"), *online]]
@@ -224,8 +242,13 @@ def test_three_steps_train_on_the_tokens_of_the_whole_rendering(tmp_path, model,
         ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
         begins[tuple(ids)] = row["prompt"]
         for key in whole:
-            whole[key].append((len(ids), whole_ids(tokenizer, row["prompt"], row[key][0]["content"], len(ids))))
-    read = lambda name: [x for batch in json.loads((tmp_path / name / "batches.json").read_text()) for x in batch]
+            text = row[key][0]["content"]
+            whole[key].append((len(ids), whole_ids(tokenizer, row["prompt"], text, len(ids))))
+
+    def read(name: str) -> list[dict]:
+        batches = json.loads((tmp_path / name / "batches.json").read_text())
+        return [x for batch in batches for x in batch]
+
     expected = {tuple(ids) for rows in whole.values() for _, ids in rows}
     seen = [x for x in read("offline") if tuple(x["prompt_ids"] + x["completion_ids"]) in expected]
     assert len(seen) == 3 * 4 and {tuple(x["prompt_ids"] + x["completion_ids"]) for x in seen} == expected
@@ -250,10 +273,11 @@ def test_three_steps_train_on_the_tokens_of_the_whole_rendering(tmp_path, model,
 
 
 def test_a_folder_with_mistrals_own_file_has_the_tokens_of_its_tokenizer_json(model, load, tmp_path):
-    """With mistral_common installed, as vLLM has it, transformers would take tekken.json and no chat template."""
+    """With mistral_common installed, as vLLM has it, transformers would take tekken.json and no template."""
     for path in [*model("tekken").iterdir(), Path(source("tekken"))]:
         (tmp_path / path.name.replace("tekken_240718", "tekken")).symlink_to(path)
-    tokens = load_tokens(parse_args(["--model", str(tmp_path), "--dataset", "x"]), AutoConfig.from_pretrained(tmp_path))
+    args = parse_args(dpo_humanline, ["--model", str(tmp_path), "--dataset", "x"])
+    tokens = load_tokens(args, AutoConfig.from_pretrained(tmp_path))
     assert tokens.eos_ids == {2} and tokens.tokenizer.eos_token == "</s>"
     assert encode_prompt(tokens.tokenizer, CONVERSATION) == encode_prompt(load("tekken"), CONVERSATION)
 
@@ -266,7 +290,8 @@ def test_a_template_that_writes_the_date_writes_the_same_one_tomorrow(monkeypatc
 
 
 def test_a_prompt_that_spells_the_end_of_a_turn_keeps_it(monkeypatch, load):
-    monkeypatch.setattr(tokenizer := load("sentencepiece"), "chat_template", None)
+    tokenizer = load("sentencepiece")
+    monkeypatch.setattr(tokenizer, "chat_template", None)
     prompt_ids = encode_prompt(tokenizer, "Where?</s>")
     ids, problem = encode_completion(tokens_of(tokenizer, {2}), "Where?</s>", prompt_ids, "Here.")
     assert problem == "" and [*prompt_ids, *ids[:-1]] == tokenizer("Where?</s>Here.").input_ids

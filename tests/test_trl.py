@@ -24,9 +24,9 @@ def test_loss_curve_of_dpo_trainer(tmp_path):
         for row in rows
     ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    ours = ["--no-humanline", "--dataset", str(tmp_path / "pairs.jsonl"), "--batch-size", str(PAIRS), "--lr", str(LR)]
-    ours += ["--num-steps", str(STEPS), "--warmup-fraction", "0", "--beta", str(BETA), "--adam-eps", "1e-8"]
-    ours += ["--weight-decay", "0", "--max-grad-norm", "1.0", "--eval-dataset", ""]
+    ours = ["--no-humanline", "--dataset", str(tmp_path / "pairs.jsonl"), "--batch-size", str(PAIRS)]
+    ours += ["--lr", str(LR), "--num-steps", str(STEPS), "--warmup-fraction", "0", "--beta", str(BETA)]
+    ours += ["--adam-eps", "1e-8", "--weight-decay", "0", "--max-grad-norm", "1.0", "--eval-dataset", ""]
     run_ranks(1, [[*ours, "--output-dir", str(tmp_path / "ours")]])
 
     trainer = DPOTrainer(

@@ -1,4 +1,7 @@
-"""vLLM in process: weights, log-probs, greedy completions, and whole online runs. Needs requirements-vllm-cpu.txt."""
+"""vLLM in process: weights, log-probs, greedy completions, and whole online runs.
+
+Needs requirements-vllm-cpu.txt.
+"""
 
 import json
 import os
@@ -8,14 +11,16 @@ import pytest
 from conftest import PAIRS, TOY, metrics, run_ranks
 
 pytestmark = pytest.mark.skipif(
-    find_spec("vllm") is None and not os.environ.get("REQUIRE_VLLM"), reason="vLLM has an environment of its own"
+    find_spec("vllm") is None and not os.environ.get("REQUIRE_VLLM"),
+    reason="vLLM has an environment of its own",
 )
 
 
 @pytest.fixture(scope="module", params=["untied", "tied"])
 def reports(request, tmp_path_factory, tied_policy):
     """What engine_worker.py found on one rank and on two."""
-    model, folder = str(TOY / "policy") if request.param == "untied" else tied_policy, tmp_path_factory.mktemp("engine")
+    model = str(TOY / "policy") if request.param == "untied" else tied_policy
+    folder = tmp_path_factory.mktemp("engine")
     for ranks in (1, 2):
         run_ranks(ranks, [[model, str(folder / f"{ranks}.json")]], "engine_worker.py")
     return {ranks: json.loads((folder / f"{ranks}.json").read_text()) for ranks in (1, 2)}
@@ -44,7 +49,8 @@ def test_samples_do_not_depend_on_the_number_of_ranks(reports):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("variant", ["--humanline", "--no-humanline"])
 def test_online_rounds_run_with_vllm(tmp_path, ranks, variant):
-    run = ["--online", "--engine", "vllm", variant, "--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "32"]
+    run = ["--online", "--engine", "vllm", variant, "--dataset", PAIRS, "--eval-dataset", PAIRS]
+    run += ["--eval-samples", "32"]
     run += ["--round-prompts", "32", "--num-steps", "4", "--max-new-tokens", "12", "--checkpoint-every", "0"]
     output = run_ranks(ranks, [[*run, "--output-dir", str(tmp_path / "run")]])
     steps = metrics(tmp_path / "run")
@@ -54,7 +60,8 @@ def test_online_rounds_run_with_vllm(tmp_path, ranks, variant):
 
 
 def test_online_kto_runs_with_vllm_on_two_ranks(tmp_path):
-    run = ["--online", "--engine", "vllm", "--eval-samples", "16", "--round-prompts", "40", "--num-steps", "2"]
+    run = ["--online", "--engine", "vllm", "--eval-samples", "16", "--round-prompts", "40"]
+    run += ["--num-steps", "2"]
     run += ["--max-new-tokens", "40", "--checkpoint-every", "0", "--output-dir", str(tmp_path / "run")]
     output = run_ranks(2, [run], script="kto_humanline")
     steps = metrics(tmp_path / "run")
@@ -63,7 +70,8 @@ def test_online_kto_runs_with_vllm_on_two_ranks(tmp_path):
 
 
 def test_online_grpo_runs_with_vllm_on_two_ranks_and_groups_of_8(tmp_path):
-    run = ["--online", "--engine", "vllm", "--group-size", "8", "--eval-samples", "16", "--round-prompts", "6"]
+    run = ["--online", "--engine", "vllm", "--group-size", "8", "--eval-samples", "16"]
+    run += ["--round-prompts", "6"]
     run += ["--num-steps", "2", "--batch-size", "32", "--max-new-tokens", "40", "--checkpoint-every", "0"]
     output = run_ranks(2, [[*run, "--output-dir", str(tmp_path / "run")]], script="grpo_humanline")
     steps = metrics(tmp_path / "run")
@@ -72,7 +80,8 @@ def test_online_grpo_runs_with_vllm_on_two_ranks_and_groups_of_8(tmp_path):
 
 
 def test_math_runs_with_vllm_on_two_ranks(tmp_path):
-    run = ["--engine", "vllm", "--num-steps", "4", "--sample-every", "2", "--prompts-per-step", "8", "--k", "2"]
+    run = ["--engine", "vllm", "--num-steps", "4", "--sample-every", "2", "--prompts-per-step", "8"]
+    run += ["--k", "2"]
     run += ["--eval-samples", "16", "--checkpoint-every", "0", "--warmup-fraction", "0", "--output-dir"]
     output = run_ranks(2, [[*run, str(tmp_path / "run")]], script="grpo_math_humanline")
     steps = metrics(tmp_path / "run")

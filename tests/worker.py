@@ -5,8 +5,10 @@ import json
 import os
 import sys
 
+from conftest import parse_args
+
 if __name__ == "__main__":
     script = importlib.import_module(os.environ["SCRIPT"])
     for port, arguments in zip(json.loads(os.environ["PORTS"]), json.loads(sys.argv[1])):
         os.environ["MASTER_PORT"] = str(port)
-        script.main(script.parse_args(arguments))
+        script.main(parse_args(script, arguments))

@@ -1,11 +1,12 @@
-"""Make the three toy tasks: bouquets and tales (preferences of a hidden judge) and the shell game (verifiable answers).
+"""Make the three toy tasks: bouquets and tales (preferences), and the shell game (verifiable answers).
 
     python toy/make.py                 # rewrites toy/bouquets, toy/tales and toy/shell_game
     python toy/make.py --out /tmp/toy  # the same bytes, somewhere else
 
-Each task is a folder of ordinary files: Hugging Face model folders (`policy`, `reward_model`) and gzipped JSON lines.
-Everything is seeded and runs on one torch thread per process, so that a second run writes the same bytes. The judges,
-`judge_bouquet`, `judge_tale` and `judge_shell_game`, are pure Python and may be imported; importing makes nothing.
+Each task is a folder of ordinary files: Hugging Face model folders (`policy`, `reward_model`) and gzipped
+JSON lines. Everything is seeded and runs on one torch thread per process, so that a second run writes the
+same bytes. The judges, `judge_bouquet`, `judge_tale` and `judge_shell_game`, are pure Python and may be
+imported; importing makes nothing.
 """
 
 import gzip
@@ -30,27 +31,35 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 SPECIAL_TOKENS = ["<pad>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ ('' if loop.first else ' ') + '<|' + m['role'] + '|> ' + m['content'] + ' <|end|>' }}"
+    "{% for m in messages %}"
+    "{{ ('' if loop.first else ' ') + '<|' + m['role'] + '|> ' + m['content'] + ' <|end|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ ' <|assistant|>' }}{% endif %}"
 )
 
-RECIPIENTS = {"royal": "king queen prince duke", "folk": "cook baker smith clerk", "child": "boy girl pupil twin"}
+RECIPIENTS = {
+    "royal": "king queen prince duke",
+    "folk": "cook baker smith clerk",
+    "child": "boy girl pupil twin",
+}
 FLOWERS = (
-    "rose lily tulip daisy iris aster poppy violet orchid peony lotus dahlia clover fern ivy heather lilac jasmine "
-    "primrose marigold thistle nettle holly sage"
+    "rose lily tulip daisy iris aster poppy violet orchid peony lotus dahlia clover fern ivy heather lilac "
+    "jasmine primrose marigold thistle nettle holly sage"
 ).split()
 BOUQUET_SIZE = 8
 
 TOPICS = {"beast": "cat dog bear frog", "folk": "king girl cook queen", "thing": "boat drum lamp cart"}
 NOUNS = " ".join(TOPICS.values()).split()
-ADJECTIVES = "old small red plain sad dull kind brave bright gentle sturdy clever shiny noble swift merry".split()
+ADJECTIVES = (
+    "old small red plain sad dull kind brave bright gentle sturdy clever shiny noble swift merry".split()
+)
 VERBS = "sees meets finds helps hits follows loves guards".split()
 ADVERBS = "slowly often badly coldly kindly gladly neatly boldly".split()
 MAX_SENTENCES = 3
 
 CUPS, NUM_SWAPS = "12345", 5
 SWAPS = [a + b for a, b in itertools.combinations(CUPS, 2)]
-# The tags carry their line breaks, so that a well-formed completion decodes to the layout of the math format reward.
+# The tags carry their line breaks, so that a well-formed completion decodes to the layout of the math format
+# reward.
 TAGS = ["<think>\n", "\n</think>\n", "<answer>\n", "\n</answer>"]
 
 
@@ -64,13 +73,14 @@ def hidden_taste(kinds: dict[str, str], words: list[str]) -> dict[str, dict[str,
 BOUQUET_TASTE = hidden_taste(RECIPIENTS, FLOWERS)
 TALE_TASTE = hidden_taste(TOPICS, ADJECTIVES + VERBS + ADVERBS)
 
-# -------------------------------------------------------------------------------------------------------------- judges
+# --- judges ---
 
 
 def judge_bouquet(prompt: str, completion: str, finished: bool = True) -> float:
     """Score a bouquet: the mean value of eight flowers to this recipient.
 
-    A repeated flower counts 0, a word that is no flower -1; every word too few or too many costs 1/8, not stopping 1.
+    A repeated flower counts 0, a word that is no flower -1; every word too few or too many costs 1/8, not
+    stopping 1.
     """
     taste, words = BOUQUET_TASTE[prompt.split()[-1]], completion.split()
     total = -abs(len(words) - BOUQUET_SIZE)
@@ -87,7 +97,7 @@ def bouquet_is_broken(prompt: str, completion: str, finished: bool = True) -> bo
 
 
 def sentence_values(prompt: str, completion: str) -> list[float | None]:
-    """Mean value of each sentence `the ADJECTIVE topic VERB the ADJECTIVE NOUN ADVERB .`; None for a broken one."""
+    """Mean value of each sentence `the ADJECTIVE topic VERB the ADJECTIVE NOUN ADVERB .`; None: broken."""
     topic, values = prompt.split()[-1], []
     slots = [["the"], ADJECTIVES, [topic], VERBS, ["the"], ADJECTIVES, NOUNS, ADVERBS]
     for sentence in completion.split("."):
@@ -102,8 +112,8 @@ def sentence_values(prompt: str, completion: str) -> list[float | None]:
 def judge_tale(prompt: str, completion: str, finished: bool = True) -> float:
     """Score a tale: the mean value of its sentences.
 
-    A broken sentence counts -1, and so does a missing last full stop; each sentence beyond three costs 0.5, not
-    stopping 1, and an empty tale 1.
+    A broken sentence counts -1, and so does a missing last full stop; each sentence beyond three costs 0.5,
+    not stopping 1, and an empty tale 1.
     """
     values = sentence_values(prompt, completion)
     total = sum(-1 if value is None else value for value in values)
@@ -114,7 +124,7 @@ def judge_tale(prompt: str, completion: str, finished: bool = True) -> float:
 
 
 def tale_is_broken(prompt: str, completion: str, finished: bool = True) -> bool:
-    """Whether a sentence is broken, there are none or too many of them, or the tale does not stop at a full stop."""
+    """Whether a sentence is broken, there are none or too many, or the tale does not stop at a full stop."""
     values = sentence_values(prompt, completion)
     whole = 1 <= len(values) <= MAX_SENTENCES and None not in values and completion.rstrip().endswith(".")
     return not finished or not whole
@@ -132,14 +142,14 @@ def judge_shell_game(problem: str, completion: str, finished: bool = True) -> fl
     return float(bool(match) and finished and match[1] == follow_ball(problem)[-1])
 
 
-# ------------------------------------------------------------------------------------------------------------- writers
+# --- writers ---
 
 Habits = dict[str, dict[str, list[float]]]  # name in the prompt -> slot -> weight of each of the slot's words
 
 
 @dataclass(frozen=True)
 class PreferenceTask:
-    """What `make_preference_task` needs to know; `slots` are the lists of words that a writer chooses from."""
+    """What `make_preference_task` needs to know; `slots` are the words that a writer chooses from."""
 
     name: str
     opening: str
@@ -163,7 +173,7 @@ class PreferenceTask:
 
 
 def zipf_habits(task: PreferenceTask, style: int) -> Habits:
-    """How often one author uses each word: by its rank in an order of the author's own (for flowers, one per kind)."""
+    """How often an author uses each word: by its rank in the author's order (for flowers, one per kind)."""
     habits = {}
     for kind, names in task.kinds.items():
         weights = {}
@@ -192,22 +202,31 @@ def write_tale(rng: random.Random, prompt: str, habits: Habits) -> str:
     return " ".join(sentences)
 
 
-def write_tastefully(rng: random.Random, task: PreferenceTask, coldest=0.05, hottest=2.0) -> tuple[str, str, bool]:
-    """A prompt and a completion far better than the models write, for the reward model to know where training leads."""
+def write_tastefully(
+    rng: random.Random, task: PreferenceTask, coldest=0.05, hottest=2.0
+) -> tuple[str, str, bool]:
+    """A prompt and a completion far better than the models write, for where training leads."""
     prompt, temperature = rng.choice(task.prompts()), coldest * (hottest / coldest) ** rng.random()
     taste = task.taste[prompt.split()[-1]]
     if task is BOUQUETS and rng.random() < 0.75:  # without repeats, which drawing one by one hardly avoids
-        ranked = sorted(FLOWERS, key=lambda flower: taste[flower] - temperature * math.log(rng.expovariate(1)))
+        ranked = sorted(
+            FLOWERS, key=lambda flower: taste[flower] - temperature * math.log(rng.expovariate(1))
+        )
         return prompt, " ".join(rng.sample(ranked[-BOUQUET_SIZE:], BOUQUET_SIZE)), True
-    weights = {slot: [math.exp((taste[w] - 1) / temperature) for w in words] for slot, words in task.slots.items()}
+    weights = {
+        slot: [math.exp((taste[w] - 1) / temperature) for w in words] for slot, words in task.slots.items()
+    }
     return prompt, task.write(rng, prompt, {prompt.split()[-1]: weights}), True
 
 
-def write_work(rng: random.Random, problem: str, diligence: float = 1.0, slip: float = 0.0, lapse: float = 0.0) -> str:
+def write_work(
+    rng: random.Random, problem: str, diligence: float = 1.0, slip: float = 0.0, lapse: float = 0.0
+) -> str:
     """A solution of the shell game: the ball's place after each swap but the last, then the answer.
 
-    Before each written place a student goes on writing with probability `diligence`, and otherwise does the rest in
-    the head. A written step goes wrong (a random cup) with probability `slip`, one in the head with `lapse`.
+    Before each written place a student goes on writing with probability `diligence`, and otherwise does the
+    rest in the head. A written step goes wrong (a random cup) with probability `slip`, one in the head with
+    `lapse`.
     """
     cup, *swaps = problem.split()
     written, writing = [], True
@@ -276,11 +295,12 @@ TALES = PreferenceTask(
     pretrain_steps=500,
 )
 
-# ------------------------------------------------------------------------------------------------ tokenizer and models
+# --- tokenizer ---
+# and models
 
 
 def build_tokenizer(words: list[str]) -> transformers.PreTrainedTokenizerFast:
-    """A word-level tokenizer with a chat template. Words are separated by spaces; a tag brings its own line breaks."""
+    """A word-level tokenizer with a chat template. Spaces separate words; a tag has its own line breaks."""
     vocab = {word: i for i, word in enumerate(SPECIAL_TOKENS + words)}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
@@ -288,26 +308,47 @@ def build_tokenizer(words: list[str]) -> transformers.PreTrainedTokenizerFast:
     if TAGS[0] in vocab:
         split_tags = pre_tokenizers.Split(Regex("|".join(TAGS)), "isolated")
         backend.pre_tokenizer = pre_tokenizers.Sequence([split_tags, pre_tokenizers.Split(" ", "removed")])
-        # WordPiece joins the tokens with spaces (none begins with ##); then no space stays beside a line break.
+        # WordPiece joins the tokens with spaces (none begins with ##); then no space stays beside a line
+        # break.
         no_space = [decoders.Replace(" \n", "\n"), decoders.Replace("\n ", "\n")]
-        backend.decoder = decoders.Sequence([decoders.WordPiece("##", cleanup=False), decoders.Fuse(), *no_space])
-    names = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}
+        backend.decoder = decoders.Sequence(
+            [decoders.WordPiece("##", cleanup=False), decoders.Fuse(), *no_space]
+        )
+    names = {
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "eos_token": "<|end|>",
+        "chat_template": CHAT_TEMPLATE,
+    }
     options = {"model_max_length": 128, "padding_side": "left", "clean_up_tokenization_spaces": False}
     inputs = ["input_ids", "attention_mask"]
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=inputs, **names, **options)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, model_input_names=inputs, **names, **options
+    )
 
 
 def build_model(model_class, tokenizer, seed: int, **kwargs):
-    """A fresh Llama of about 0.11 M parameters; heads of 32 because vLLM's CPU attention takes none smaller."""
+    """A fresh Llama of about 0.11 M parameters; heads of 32: vLLM's CPU attention takes none smaller."""
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 128,
+    }
     heads = {"num_attention_heads": 2, "head_dim": 32, "tie_word_embeddings": False}
-    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    return model_class(transformers.LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads, **ends, **kwargs))
+    ends = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    return model_class(
+        transformers.LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads, **ends, **kwargs)
+    )
 
 
 def render(tokenizer, prompt: str, completion: str | None = None, finished: bool = True) -> str:
-    """The chat rendering: up to the assistant's header, or with the completion and, if finished, its end token."""
+    """The chat rendering: to the assistant's header, or with the completion and, if finished, its end."""
     messages = [{"role": "user", "content": prompt}]
     if completion is None:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -321,10 +362,14 @@ def encode(tokenizer, texts: list[str], padding_side: str = "right"):
     return tokenizer(texts, padding=True, padding_side=padding_side, return_tensors="pt")
 
 
-def completion_logps(model, tokenizer, prompts: list[str], completions: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+def completion_logps(
+    model, tokenizer, prompts: list[str], completions: list[str]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """log p of each next token, (B, T - 1), and the mask of the completion's, the end token included."""
     batch = encode(tokenizer, [render(tokenizer, *turn) for turn in zip(prompts, completions)])
-    prompt_length = len(tokenizer(render(tokenizer, prompts[0]))["input_ids"])  # the same for all prompts of a task
+    prompt_length = len(
+        tokenizer(render(tokenizer, prompts[0]))["input_ids"]
+    )  # the same for all prompts of a task
     logps = model(**batch).logits[:, :-1].log_softmax(-1)  # (B, T - 1, V)
     mask = batch["attention_mask"][:, 1:].float()
     mask[:, : prompt_length - 1] = 0
@@ -332,7 +377,7 @@ def completion_logps(model, tokenizer, prompts: list[str], completions: list[str
 
 
 def optimize(model, steps: int, warmup: int, loss_at: Callable[[int], torch.Tensor]):
-    """Minimize `loss_at(step)` with AdamW, linear warmup and linear decay; returns the model, in evaluation mode."""
+    """Minimize `loss_at(step)` with AdamW, linear warmup and linear decay; returns the model, to evaluate."""
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / warmup) * (1 - step / steps)
@@ -344,7 +389,7 @@ def optimize(model, steps: int, warmup: int, loss_at: Callable[[int], torch.Tens
 
 
 def train_language_model(tokenizer, seed: int, steps: int, batch_size: int, warmup: int, draw):
-    """Train a fresh model on the completions of `draw(rng, step)`, which returns a prompt and a completion."""
+    """Train a fresh model on the completions of `draw(rng, step)`: a prompt and a completion."""
     model, rng = build_model(transformers.LlamaForCausalLM, tokenizer, seed), random.Random(seed + 1)
 
     def loss_at(step: int) -> torch.Tensor:
@@ -359,7 +404,7 @@ def train_language_model(tokenizer, seed: int, steps: int, batch_size: int, warm
 def sample(
     model, tokenizer, prompts: list[str], max_new_tokens: int, temperature=1.0, top_p=1.0, seed=0
 ) -> list[tuple]:
-    """Rows of (prompt, completion, finished). Special tokens but the last <|end|> stay visible in the text."""
+    """Rows of (prompt, completion, finished). Special tokens but the last <|end|> stay in the text."""
     torch.manual_seed(seed)
     rows, how = [], {"temperature": temperature, "top_p": top_p, "top_k": 0, "max_new_tokens": max_new_tokens}
     for start in range(0, len(prompts), 4096):
@@ -379,13 +424,17 @@ def rate(reward_model, tokenizer, rows: list[tuple], padding_side: str = "right"
     return reward_model(**encode(tokenizer, texts, padding_side)).logits.squeeze(1)
 
 
-def train_reward_model(task: PreferenceTask, tokenizer, pool: list[tuple], steps: int = 1500, batch_size: int = 128):
-    """Regress a fresh classifier onto the judge: half samples of both models, half tasteful ones; a third spoiled."""
+def train_reward_model(
+    task: PreferenceTask, tokenizer, pool: list[tuple], steps: int = 1500, batch_size: int = 128
+):
+    """Regress a fresh classifier onto the judge: half samples, half tasteful ones; a third is spoiled."""
     model = build_model(transformers.LlamaForSequenceClassification, tokenizer, seed=2, num_labels=1)
     rng = random.Random(3)
 
     def loss_at(step: int) -> torch.Tensor:
-        rows = [rng.choice(pool) if rng.random() < 0.5 else write_tastefully(rng, task) for _ in range(batch_size)]
+        rows = [
+            rng.choice(pool) if rng.random() < 0.5 else write_tastefully(rng, task) for _ in range(batch_size)
+        ]
         rows = [spoil(rng, task, *row) if rng.random() < 1 / 3 else row for row in rows]
         targets = torch.tensor([task.judge(*row) for row in rows])
         return torch.nn.functional.mse_loss(rate(model, tokenizer, rows), targets)
@@ -393,7 +442,7 @@ def train_reward_model(task: PreferenceTask, tokenizer, pool: list[tuple], steps
     return optimize(model, steps, 50, loss_at)
 
 
-# --------------------------------------------------------------------------------------------------------------- tasks
+# --- tasks ---
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
@@ -403,7 +452,7 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 
 
 def save(folder: Path, model, tokenizer) -> None:
-    """Save an ordinary model folder, with the tokenizer class under the name that transformers 4 knows as well."""
+    """Save an ordinary model folder, with the tokenizer's class by a name that transformers 4 knows too."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     config = folder / "tokenizer_config.json"
@@ -411,9 +460,11 @@ def save(folder: Path, model, tokenizer) -> None:
 
 
 def reload_and_check(folder: Path, turns: list[tuple[str, str]]):
-    """Load policy and tokenizer from disk as any script would, raise unless every turn survives, and return both.
+    """Load policy and tokenizer from disk as any script would, raise unless every turn survives, and return
+    both.
 
-    A turn survives if text -> ids -> text gives it back, with one end token after it, in context and out of it.
+    A turn survives if text -> ids -> text gives it back, with one end token after it, in context and out of
+    it.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == ("<|end|>", "<pad>", None)
@@ -429,13 +480,18 @@ def reload_and_check(folder: Path, turns: list[tuple[str, str]]):
 
 
 def best_against_worst(task: PreferenceTask, author, tokenizer, num_pairs: int) -> list[dict]:
-    """Preferences as in the paper: 8 completions a prompt at T 0.7, top-p 0.95; best against worst, gap at least 0.01.
+    """Preferences as in the paper: 8 completions a prompt at T 0.7, top-p 0.95; best against worst, gap at
+    least 0.01.
 
     Not eligible is a completion that did not stop or holds a special token: a row of text cannot tell it.
     """
     rng, pairs = random.Random(9), []
-    prompts = [rng.choice(task.prompts()) for _ in range(num_pairs + num_pairs // 20)]  # a few prompts give no pair
-    rows = sample(author, tokenizer, [p for p in prompts for _ in range(8)], task.max_new_tokens, 0.7, 0.95, seed=9)
+    prompts = [
+        rng.choice(task.prompts()) for _ in range(num_pairs + num_pairs // 20)
+    ]  # a few prompts give no pair
+    rows = sample(
+        author, tokenizer, [p for p in prompts for _ in range(8)], task.max_new_tokens, 0.7, 0.95, seed=9
+    )
     for i, prompt in enumerate(prompts):
         eligible = [text for _, text, finished in rows[8 * i : 8 * i + 8] if finished and "<" not in text]
         scored = sorted((round(task.judge(prompt, text), 5), text) for text in eligible)
@@ -464,7 +520,9 @@ def make_preference_task(task: PreferenceTask, folder: Path) -> list[str]:
 
     def sample_both(repeats: int, seed: int) -> dict[str, list[tuple]]:
         return {
-            f"{name} at {setting}": sample(model, tokenizer, prompts * repeats, task.max_new_tokens, *how, seed + i)
+            f"{name} at {setting}": sample(
+                model, tokenizer, prompts * repeats, task.max_new_tokens, *how, seed + i
+            )
             for i, (name, model) in enumerate({"policy": policy, "author": author}.items())
             for setting, how in settings.items()
         }
@@ -480,15 +538,22 @@ def make_preference_task(task: PreferenceTask, folder: Path) -> list[str]:
 
     turns = [(pair["prompt"], pair[side]) for pair in pairs for side in ("chosen", "rejected")]
     policy, tokenizer = reload_and_check(folder / "policy", turns)
-    reward_model = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "reward_model").eval()
-    report, held_out = [f"{policy.num_parameters():,} parameters, {len(tokenizer)} tokens"], sample_both(100, seed=200)
+    reward_model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder / "reward_model"
+    ).eval()
+    report, held_out = (
+        [f"{policy.num_parameters():,} parameters, {len(tokenizer)} tokens"],
+        sample_both(100, seed=200),
+    )
     for name, rows in held_out.items():
         broken = fmean(task.is_broken(*row) for row in rows)
         report.append(f"{name}: judge {fmean(task.judge(*row) for row in rows):.3f}, broken {broken:.3f}")
     groups = {"sampled": sum(held_out.values(), [])}
     groups["near-optimal"] = [write_tastefully(rng, task, 0.05, 0.2) for _ in range(2000)]
     for name, rows in list(groups.items()):
-        groups[f"{name}, a third spoiled"] = [spoil(rng, task, *row) if rng.random() < 1 / 3 else row for row in rows]
+        groups[f"{name}, a third spoiled"] = [
+            spoil(rng, task, *row) if rng.random() < 1 / 3 else row for row in rows
+        ]
     with torch.inference_mode():
         for name, rows in groups.items():
             judged, rated = [task.judge(*row) for row in rows], rate(reward_model, tokenizer, rows)
@@ -533,21 +598,28 @@ def make_shell_game(folder: Path) -> list[str]:
     rows = sample(policy, tokenizer, test * 4, max_new_tokens=16, seed=300)
     scores = [judge_shell_game(*row) for row in rows]
     report = [f"{policy.num_parameters():,} parameters, {len(tokenizer)} tokens"]
-    report.append(f"policy at T 1: accuracy {fmean(scores):.3f}, unfinished {fmean(not row[2] for row in rows):.3f}")
+    report.append(
+        f"policy at T 1: accuracy {fmean(scores):.3f}, unfinished {fmean(not row[2] for row in rows):.3f}"
+    )
     written = [len(completion.split("\n</think>")[0].split()) - 1 for _, completion, _ in rows]
     for count in range(NUM_SWAPS):
         group = [score for score, length in zip(scores, written) if length == count]
         report.append(
-            f"{count} places written in {len(group) / len(rows):.3f}, of which right {fmean(group or [0]):.3f}"
+            f"{count} places written in {len(group) / len(rows):.3f}, "
+            f"of which right {fmean(group or [0]):.3f}"
         )
     with torch.inference_mode():
-        ids = encode(tokenizer, [render(tokenizer, *turn) for turn in full_work])["input_ids"]  # (B, T), all full
+        ids = encode(tokenizer, [render(tokenizer, *turn) for turn in full_work])[
+            "input_ids"
+        ]  # (B, T), all full
         cups = torch.tensor(tokenizer.convert_tokens_to_ids(list(CUPS)))
         likeliest = cups[policy(ids[:, :-1]).logits[:, :, cups].argmax(-1)]  # (B, T - 1)
         places = torch.isin(ids[:, 1:], cups)
         places[:, :NUM_SWAPS] = False  # the start cup, which the prompt gives
         right = ((likeliest == ids[:, 1:]) | ~places).all(1).float().mean()
-    report.append(f"all places and the answer right when held to full work, the likeliest cup each time: {right:.3f}")
+    report.append(
+        f"all places and the answer right when held to full work, the likeliest cup each time: {right:.3f}"
+    )
     return report + [f"{row} {score}" for row, score in zip(rows[:4], scores)]
 
 
@@ -564,7 +636,9 @@ def make(name: str, out: Path) -> str:
 
 
 def main(
-    out: Path = Path(__file__).parent, tasks: tuple[str, ...] = ("tales", "bouquets", "shell_game"), jobs: int = 2
+    out: Path = Path(__file__).parent,
+    tasks: tuple[str, ...] = ("tales", "bouquets", "shell_game"),
+    jobs: int = 2,
 ):
     """Make the toy tasks in `out`, `jobs` of them at a time, and print what they are like."""
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:

@@ -1,0 +1,146 @@
+"""The shape of the scripts: how much they hold, how dense they are, and what siblings have in common."""
+
+import ast
+import io
+import subprocess
+import tokenize
+
+import pytest
+from conftest import ROOT
+
+TOKENS = {  # of code at most: without comments, docstrings, line ends and indents
+    "dpo_humanline.py": 4900,
+    "kto_humanline.py": 5500,
+    "grpo_humanline.py": 5500,
+    "grpo_math_humanline.py": 6300,
+    "run.py": 2700,
+    "utils.py": 6900,
+}
+TOKENS_PER_LINE = {"utils.py": 10}  # of the others 9.5
+SCRIPTS = [name for name in TOKENS if name.endswith("_humanline.py")]
+CHANGED_LINES = {  # of `diff` at most
+    ("dpo_humanline.py", "kto_humanline.py"): 210,
+    ("kto_humanline.py", "grpo_humanline.py"): 260,
+    ("grpo_humanline.py", "grpo_math_humanline.py"): 570,  # the one reads pairs, the other grades answers
+}
+OWN = {
+    "Args",
+    "read_row",
+    "encode_row",
+    "make_group",
+    "group_advantages",
+    "evaluate",
+    "main",
+}  # each one's own
+BANNERS = ["Args", "Loss", "Data", "Models", "Rounds and evaluation", "Training"]
+SILENT = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
+COMPREHENSION = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def nodes(name: str, kind) -> list:
+    return [node for node in ast.walk(ast.parse(read(name))) if isinstance(node, kind)]
+
+
+def definitions(name: str) -> dict[str, ast.stmt]:
+    """The functions and classes of a file by name."""
+    tree = ast.parse(read(name))
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+def code_tokens(name: str) -> list:
+    """The tokens of a file without comments and docstrings."""
+    docstrings = set()  # lines
+    for node in nodes(name, ast.Module | ast.ClassDef | ast.FunctionDef):
+        if ast.get_docstring(node):
+            docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    tokens = tokenize.generate_tokens(io.StringIO(read(name)).readline)
+    return [token for token in tokens if token.type not in SILENT and token.start[0] not in docstrings]
+
+
+def length(node) -> int:
+    return node.end_lineno - node.lineno + 1
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_a_file_is_read_in_one_sitting(name):
+    assert len(code_tokens(name)) <= TOKENS[name]
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_a_line_is_not_dense(name):
+    tokens = code_tokens(name)
+    lines = set()
+    for token in tokens:
+        lines |= set(range(token.start[0], token.end[0] + 1))
+    assert len(tokens) / len(lines) <= TOKENS_PER_LINE.get(name, 9.5)
+    assert max(map(len, read(name).splitlines())) <= 110
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_a_line_holds_one_thought(name):
+    for node in nodes(name, COMPREHENSION):
+        inner = [part for part in ast.walk(node) if isinstance(part, COMPREHENSION) and part is not node]
+        assert not inner, f"line {node.lineno}: a comprehension in a comprehension"
+    for call in nodes(name, ast.Call):
+        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+        conditional = [part for part in arguments if isinstance(part, ast.IfExp)]
+        assert not conditional, f"line {call.lineno}: a condition in an argument"
+    for product in nodes(name, ast.BinOp):
+        factors = (product.left, product.right)
+        boolean = [factor for factor in factors if isinstance(factor, ast.Compare | ast.BoolOp)]
+        found = isinstance(product.op, ast.Mult) and boolean
+        assert not found, f"line {product.lineno}: a boolean times a value"
+    assert not nodes(name, ast.NamedExpr)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_main_is_short(name):
+    main = definitions(name)["main"]
+    names = [node for node in ast.walk(main) if isinstance(node, ast.Name)]
+    own = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    assert length(main) <= 160 and len(own) <= 80
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_other_functions_are_shorter(name):
+    limit = 45 if name in SCRIPTS else 55
+    functions = {node.name: length(node) for node in nodes(name, ast.FunctionDef)}
+    functions.pop("main", None)
+    assert {name: lines for name, lines in functions.items() if lines > limit} == {}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_sections_stand_in_one_order_and_the_two_lines_of_the_paper_are_two_lines(name):
+    lines = read(name).splitlines()
+    assert [line[6:-4] for line in lines if line.startswith("# === ")] == BANNERS
+    assert sum("# humanline clipping" in line for line in lines) == 1
+    assert sum("# humanline syncing" in line for line in lines) == 1
+
+
+def test_functions_of_one_name_are_the_same_in_all_scripts():
+    first = {}  # {name: (script, source)}
+    for script in SCRIPTS:
+        for name, node in definitions(script).items():
+            start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            source = read(script).splitlines()[start - 1 : node.end_lineno]
+            where, known = first.setdefault(name, (script, source))
+            assert name in OWN or known == source, f"{name} differs in {where} and {script}"
+
+
+@pytest.mark.parametrize("pair", CHANGED_LINES, ids=" ".join)
+def test_siblings_differ_in_their_algorithm_alone(pair):
+    diff = subprocess.run(["diff", *pair], cwd=ROOT, capture_output=True, text=True).stdout
+    changed = [line for line in diff.splitlines() if line[0] in "<>"]
+    assert 0 < len(changed) <= CHANGED_LINES[pair]
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_every_import_is_used(name):
+    imported = set()
+    for node in nodes(name, ast.Import | ast.ImportFrom):
+        imported |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    assert imported <= {node.id for node in nodes(name, ast.Name)}
