@@ -546,6 +546,7 @@ def sample_round(args, sampler, policy, groups, progress: Progress, samples_per_
         group = make_group(args, [x.to_train(args.max_length) for x in candidates])
         if group:
             new_groups.append(group)
+    # None is left, or (in GRPO's larger groups) all rewards of each are equal.
     if all(group[0].reward == group[-1].reward for group in new_groups):
         reason = "no prompt's rewards differ; raise --temperature, lower --reward-threshold"
         fail(f"round {progress.round}: {reason}")

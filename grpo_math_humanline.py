@@ -285,7 +285,10 @@ def load_groups(args, flag: str, name: str, split: str, tokens, counts):
 
 
 def encode_row(args: Args, number: int, row: dict, tokens, counts) -> tuple:
-    """A problem and its gold answer as a group of one, and a note or "". Raises ValueError if it has none."""
+    """A problem and its gold answer as a group of one, and a note or "". Raises ValueError if it has none.
+
+    There are no completions, so that `counts`, which the other scripts need, is not used.
+    """
     if not isinstance(row, dict):
         row = {}
     prompt = row.get("problem")
@@ -318,7 +321,7 @@ def gold_answer(row: dict) -> str:
     return answer or ""
 
 
-def keep_gradable(grader, flag: str, name: str, groups: list[tuple]) -> list[tuple]:
+def keep_gradable(grader, flag: str, name: str, groups: list[tuple]):
     """The groups whose gold answer has a value within the limits. Ends the run if there is none."""
     verdicts = judge_all(grader, [(group[0].answer, None) for group in groups])
     kept = [group for group, gradable in zip(groups, verdicts) if gradable]
@@ -528,7 +531,7 @@ def start_worker():
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def judge_all(grader, jobs: list[tuple[str, str | None]]) -> list[bool | None]:
+def judge_all(grader, jobs: list[tuple]):
     """`judge` of each distinct job (gold, answer), shared out over the ranks; None where it was stopped. A
     RuntimeError if a worker was killed idle."""
     from pebble import ProcessExpired
@@ -537,12 +540,14 @@ def judge_all(grader, jobs: list[tuple[str, str | None]]) -> list[bool | None]:
     if dist.is_initialized():
         rank, world = dist.get_rank(), dist.get_world_size()
     own = list(dict.fromkeys(jobs))[rank::world]
+    # The other timeout is in seconds of the clock, for workers that sleep, or wait for a core.
     futures = [grader.schedule(judge, (*job, TIME_LIMIT), timeout=20 * TIME_LIMIT) for job in own]
+    of_sympy = (TypeError, ValueError, AttributeError, ArithmeticError, NotImplementedError, RecursionError)
     verdicts = {}
     for job, future in zip(own, futures):
         try:
             verdicts[job] = future.result()
-        except (ProcessExpired, TimeoutError, MemoryError, RecursionError, TypeError, ValueError):
+        except (ProcessExpired, TimeoutError, MemoryError, *of_sympy):
             verdicts[job] = None
     parts = [verdicts] * world
     if world > 1:
@@ -556,14 +561,15 @@ def judge(gold: str, answer: str | None, time_limit: float) -> bool:
     """In a worker: whether the answer equals the gold answer. Without an answer: whether the gold answer has
     a value, which others can be compared with. time_limit: CPU seconds."""
     from math_verify import verify
-    from sympy import Eq, FiniteSet, Set
+    from sympy import Eq, FiniteSet, Set, pi
 
     # SIGPROF has no handler, which Python would run only after a long multiplication: the kernel ends the
     # process. The timer counts CPU time, or a busy machine would change verdicts.
     signal.setitimer(signal.ITIMER_PROF, time_limit)
     try:
         golds = read_answer(gold, True)
-        if answer is None:  # without `doit`, 9^{9^{9^9}} would equal itself unevaluated
+        if answer is None:  # 9^{9^{9^9}} equals itself unevaluated, and ends the process when it is compared
+            verify(golds, pi, timeout_seconds=None)
             answers = [side if isinstance(side, str) else side.doit() for side in golds]
         else:
             answers = read_answer(answer, False)
@@ -584,7 +590,7 @@ def judge(gold: str, answer: str | None, time_limit: float) -> bool:
 # What stands before the last box, unless the text begins with a box or has boxes joined by a comma, `or`,
 # `and`: those are several answers, of which math_verify makes a set. (Where a solution of MATH boxes several
 # in its sentences, its answer is the last.)
-BEFORE_BOX = r"(?s)\A(?!\W*\\f?box|.*\S\}[\s$]*(?:,|;|or|and)?[\s$]*\\f?box).*(?=\\(?:boxed|fbox))"
+BEFORE_BOX = r"(?s)\A(?!\W*\\f?box|.*\S\} ?(?:,|;|or|and)? ?\\f?box).*(?=\\(?:boxed|fbox))"
 # Without a box, the last place that names the answer: `the answer (in cm) is …`, `**Answer:** …`, `A: …`,
 # `#### …`. The answer is display math or ends with the line or the sentence.
 MARK = r"(?s:.*)(?:(?i:answer)\b[^.:=\n]{0,50}?(?:\bis\b|[:=\n])|\bA:|####)[\s:*]*"
@@ -674,7 +680,7 @@ def tag_count_reward(text: str) -> float:
     return sum(text.count(tag) == 1 for tag in tags) / 4
 
 
-def math_rewards(grader, samples: list[utils.Example]) -> tuple[dict, int]:
+def math_rewards(grader, samples: list[utils.Example]):
     """{accuracy, format, tag_count: (N,) float64}, each from 0 to 1, and how many could not be graded."""
     verdicts = judge_all(grader, [(sample.answer, sample.text) for sample in samples])
     rewards = {

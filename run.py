@@ -63,7 +63,10 @@ def parse_args(Args, file: str, doc: str, toy: dict, toy_online=None, flags=None
 
 
 def check_flags(args, batch_size: int):
-    """Ends the run with the name of a flag that is out of range, or does not fit another one."""
+    """Ends the run with the name of a flag that is out of range, or does not fit another one.
+
+    batch_size: what a step shares out over the ranks, sequences or pairs.
+    """
     for name, hint in get_type_hints(type(args), include_extras=True).items():
         value = getattr(args, name)
         text, holds = getattr(hint, "__metadata__", ("", lambda value: True))

@@ -48,10 +48,10 @@ class Example(NamedTuple):
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
 
-    def to_train(self, max_length: int) -> "Example":
+    def to_train(self, max_length):
         """A sample without texts, cut at `max_length` tokens."""
         completion_ids = self.completion_ids[: max_length - len(self.prompt_ids)]
-        return self._replace(prompt="", completion_ids=completion_ids, text="")
+        return self._replace(prompt="", completion_ids=completion_ids, text="", answer="")
 
 
 class Tokens(NamedTuple):

@@ -124,12 +124,12 @@ def test_a_sequence_does_not_see_the_one_before_it():
     assert torch.equal(a[1], b[1]) and not torch.equal(a[0], b[0])
 
 
-def test_a_packed_model_that_is_not_told_where_sequences_end_fails():
-    """It never takes several sequences for one."""
+def test_a_packed_model_that_is_called_by_itself_reads_every_row_as_a_sequence():
     model = build("llama", SIZES)
+    input_ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    expected = model(input_ids).logits
     use_packing(ARGS, model)
-    with pytest.raises(TypeError, match="sequence_lengths"):
-        model(torch.tensor([[1, 2, 3]]))
+    torch.testing.assert_close(model(input_ids).logits, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("what", PADDED)

@@ -21,7 +21,7 @@ SCRIPTS = [name for name in TOKENS if name.endswith("_humanline.py")]
 CHANGED_LINES = {  # of `diff` at most
     ("dpo_humanline.py", "kto_humanline.py"): 210,
     ("kto_humanline.py", "grpo_humanline.py"): 260,
-    ("grpo_humanline.py", "grpo_math_humanline.py"): 570,  # the one reads pairs, the other grades answers
+    ("grpo_humanline.py", "grpo_math_humanline.py"): 580,  # the one reads pairs, the other grades answers
 }
 OWN = {
     "Args",
