@@ -179,7 +179,7 @@ def grpo_loss(clipped, log_ratio, advantages, beta: float, epsilon: float):
     return loss, ratio.detach(), k3.detach(), too_high | too_low
 
 
-def group_advantages(rewards: list[float]):
+def group_advantages(rewards):
     """(R - mean) / (std + 1e-4) within the group, with the sample's std (Open-R1); 0 where all are equal."""
     if min(rewards) == max(rewards):
         return [0.0] * len(rewards)
@@ -403,14 +403,14 @@ def setup(args):
 
 
 def load_config(args):
-    """The model's configuration without dropout, the dtype of its files, and its tokens."""
+    """The model's configuration without dropout and router noise, the dtype of its files, and its tokens."""
     with exit_on_error(f"--model {args.model}"):
         config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
         tokens = utils.load_tokens(args, config)
     text_config = config.get_text_config()
     for key, value in text_config.to_dict().items():
-        if "drop" in key and isinstance(value, float):
-            setattr(text_config, key, 0.0)  # dropout would part the policy from the reference
+        if isinstance(value, float) and ("drop" in key or "jitter" in key):
+            setattr(text_config, key, 0.0)  # noise would part the policy from the reference
     return config, config.dtype or torch.float32, tokens
 
 
@@ -795,8 +795,6 @@ def main(args: Args):
     policy, reference = load_models(args, config, reference_dtype, device)
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
-    if rank == 0:
-        save_args(args, output_dir, __file__)
     # Before a checkpoint is loaded: the report compares with the initial policy, also on resume.
     before, samples_before = evaluate(args, policy, sampler, grader, held_out)
 
@@ -805,6 +803,8 @@ def main(args: Args):
     progress = Progress()
     if checkpoint:
         progress = load_checkpoint(checkpoint, policy, reference, optimizer)
+    if rank == 0:
+        save_args(args, output_dir, __file__)  # not before: a resume that fails leaves the folder as it was
     scheduler = make_scheduler(args, optimizer, progress.step)
     log = Log(output_dir, progress.step) if rank == 0 else None
     sync = args.sync if args.humanline else "none"

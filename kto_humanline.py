@@ -265,7 +265,8 @@ def read_pair(row: dict) -> tuple:
         if shared > 0:
             beginning = chosen[:shared]
             if isinstance(prompt, list) and prompt != chosen[: len(prompt)]:
-                beginning = prompt + beginning
+                is_end = prompt[-shared:] == beginning  # such as a user turn behind a system message
+                beginning = prompt if is_end else prompt + beginning
             prompt, chosen, rejected = beginning, chosen[shared:], rejected[shared:]
     completions = [completion for completion in (chosen, rejected) if completion is not None]
     return prompt, completions, [1.0, 0.0]
@@ -421,14 +422,14 @@ def setup(args):
 
 
 def load_config(args):
-    """The model's configuration without dropout, the dtype of its files, and its tokens."""
+    """The model's configuration without dropout and router noise, the dtype of its files, and its tokens."""
     with exit_on_error(f"--model {args.model}"):
         config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
         tokens = utils.load_tokens(args, config)
     text_config = config.get_text_config()
     for key, value in text_config.to_dict().items():
-        if "drop" in key and isinstance(value, float):
-            setattr(text_config, key, 0.0)  # dropout would part the policy from the reference
+        if isinstance(value, float) and ("drop" in key or "jitter" in key):
+            setattr(text_config, key, 0.0)  # noise would part the policy from the reference
     return config, config.dtype or torch.float32, tokens
 
 
@@ -651,8 +652,6 @@ def main(args: Args):
         policy.gradient_checkpointing_enable({"use_reentrant": False})
     if not args.online:
         utils.print_data_quality(reference, groups)
-    if rank == 0:
-        save_args(args, output_dir, __file__)
     # Before a checkpoint is loaded: the report compares with the initial policy, also on resume.
     first_evaluation = {}  # its log-probs and samples
     before, samples_before = evaluate(args, policy, sampler, held_out, first_evaluation)
@@ -662,6 +661,8 @@ def main(args: Args):
     progress = Progress()
     if checkpoint:
         progress = load_checkpoint(checkpoint, policy, reference, optimizer)
+    if rank == 0:
+        save_args(args, output_dir, __file__)  # not before: a resume that fails leaves the folder as it was
     scheduler = make_scheduler(args, optimizer, progress.step)
     log = Log(output_dir, progress.step) if rank == 0 else None
     sync = args.sync if args.humanline else "none"

@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, get_type_hints
@@ -26,8 +26,8 @@ import utils
 
 # === Flags ===
 # Types of flags. `check_flags` reads the text and the condition.
-Positive = Annotated[float, "finite and above 0", lambda v: 0 < v < 1e38]
-NonNegative = Annotated[float, "finite and at least 0", lambda v: 0 <= v < 1e38]
+Positive = Annotated[float, "from 1e-30 to 1e30", lambda v: 1e-30 <= v <= 1e30]
+NonNegative = Annotated[float, "from 0 to 1e30", lambda v: 0 <= v <= 1e30]
 Share = Annotated[float, "from 0 to 1", lambda v: 0 <= v <= 1]
 PositiveShare = Annotated[float, "above 0 and at most 1", lambda v: 0 < v <= 1]
 Count = Annotated[int, "at least 1", lambda v: v >= 1]
@@ -76,16 +76,17 @@ def check_flags(args, batch_size: int):
     if world % (args.shard_size or 1) or batch_size % world:
         fail(f"{world} ranks must be a multiple of --shard-size, and a batch of {batch_size} of them")
     if args.clip == "sample":
-        tightest = math.exp(args.log_epsilon_P - args.log_epsilon_R)
-        if args.M < 1 or tightest == 0:
-            fail("--clip sample needs finite bounds, and --M of at least 1")
+        for bound in (args.log_epsilon_P, -args.log_epsilon_R):
+            mean = math.exp(bound) / args.M  # of the Beta draws
+            if args.M < 1 or not 0 < args.kappa * mean < args.kappa:
+                fail("--clip sample needs bounds that are finite and not 0, and --M of at least 1")
     if getattr(args, "online", False):
         if not args.reward_model or args.temperature == 0:
             fail("--online needs --reward-model and --temperature above 0")
     if args.output_dir:
         folder = Path(args.output_dir)
-        holds_run = (folder / "args.json").exists() or any(folder.glob("checkpoints/*"))
-        if args.resume or holds_run:
+        parts = ("args.json", "metrics.jsonl", "summary.json", "final", "checkpoints")
+        if args.resume or any((folder / part).exists() for part in parts):
             fail(f"--output-dir {folder} holds a run, or --resume names one: --resume {folder}")
 
 
@@ -171,7 +172,7 @@ def open_folder(args, file: str, device) -> tuple:
     lock = FileLock(folder / ".lock", timeout=0)
     if dist.get_rank() == 0:
         with exit_on_error(f"--output-dir {folder} (does another process use it?)"):
-            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             lock.acquire()
     return folder, lock
 
@@ -187,9 +188,12 @@ def load_args(Args, folder: Path, file: str):
         saved = json.loads((folder / "args.json").read_text())
         if saved.pop("script", "") != Path(file).stem:
             raise ValueError(f"it is not a run of {Path(file).name}")
-        unknown = ", ".join(saved.keys() - vars(Args()))
-        if unknown:
-            raise ValueError(f"another version of the script wrote it ({unknown}); go on with that version")
+        defaults = vars(Args())
+        for flag, value in saved.items():
+            if type(value) is not type(defaults.get(flag)):
+                raise ValueError(
+                    f"another version of the script wrote {flag} {value!r}; go on with that version"
+                )
         return Args(**saved)
 
 
@@ -206,20 +210,21 @@ def newest_checkpoint(folder: Path, hashes: dict) -> Path | None:
         try:
             state = json.loads((checkpoint / "state.json").read_text())
             check_sizes(checkpoint, state["sizes"])
+            old_hashes = state["hashes"]
         except Exception as error:
             if dist.get_rank() == 0:
                 print(f"skipped {checkpoint} (damaged: {error})")
             continue
         for name, value in hashes.items():
-            if state["hashes"].get(name, value) != value:
+            if old_hashes.get(name, value) != value:
                 fail(f"--resume {folder}: {name}, or its tokens, changed; bring it back")
         return checkpoint
     if checkpoints:
-        fail(f"--resume {folder}: no checkpoint is whole; remove them")
+        fail(f"--resume {folder}: no checkpoint is whole; begin anew in another folder")
     return None
 
 
-def check_sizes(checkpoint: Path, sizes: dict[str, int]):
+def check_sizes(checkpoint, sizes):
     """Raises ValueError if a file does not have the size that it had when it was written."""
     cut = [name for name, size in sizes.items() if (checkpoint / name).stat().st_size != size]
     if cut:
@@ -232,9 +237,12 @@ def training_state(policy, reference, optimizer) -> dict:
     return {"policy": weights, "optimizer": moments, "reference": reference_weights}
 
 
-@exit_on_error("no checkpoint was written (disk full?)", BaseException)
-def save_checkpoint(folder: Path, policy, reference, optimizer, progress: Progress, hashes: dict, keep: int):
-    """Writes all that a run needs to go on exactly, then removes all but the newest `keep` (0: none)."""
+@exit_on_error("no checkpoint was written", BaseException)
+def save_checkpoint(folder, policy, reference, optimizer, progress, hashes, keep):
+    """Writes all that a run needs to go on exactly, then removes all but the newest `keep` (0: none).
+
+    hashes: of the data sets, which a later resume compares.
+    """
     # The folder gets its name when it is whole, so that a run which is killed here leaves no half checkpoint.
     unfinished = folder.with_name(f"unfinished-{folder.name}")
     if dist.get_rank() == 0:
@@ -255,8 +263,8 @@ def save_checkpoint(folder: Path, policy, reference, optimizer, progress: Progre
     dist.barrier()
 
 
-@exit_on_error("--resume: the checkpoint is another model's, or damaged (remove it)", BaseException)
-def load_checkpoint(folder: Path, policy, reference, optimizer) -> Progress:
+@exit_on_error("--resume: the checkpoint does not fit --model, or is damaged", BaseException)
+def load_checkpoint(folder, policy, reference, optimizer):
     """Restores weights and optimizer in place, on any number of ranks."""
     saved = training_state(policy, reference, optimizer)
     names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -279,8 +287,8 @@ def load_checkpoint(folder: Path, policy, reference, optimizer) -> Progress:
     return progress
 
 
-@exit_on_error("final/ was not written (disk full?)")
-def export(folder: Path, policy, tokens: utils.Tokens, dtype: torch.dtype):
+@exit_on_error("final/ was not written")
+def export(folder, policy, tokens, dtype):
     """Writes the policy as a Hugging Face folder, in `dtype`."""
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp_state.get_model_state_dict(policy.to(dtype), options=options)
@@ -295,7 +303,7 @@ def export(folder: Path, policy, tokens: utils.Tokens, dtype: torch.dtype):
         tokenizer.save_pretrained(folder)
 
 
-def stop(signal_number: int, steps: int, folder: Path):
+def stop(signal_number, steps, folder):
     """Ends a run that has received a signal and written a checkpoint."""
     if dist.get_rank() == 0:
         print(f"\nstopped after {steps} steps; to go on: --resume {folder}", flush=True)
@@ -325,7 +333,7 @@ def mean_over_ranks(sums: dict[str, torch.Tensor]):
     return means
 
 
-def write(path: Path, text: str):
+def write(path, text):
     """Replaces a file as a whole: a reader, or a run that is killed, never sees half of it."""
     unfinished = path.with_name(f"{path.name}.tmp")
     unfinished.write_text(text, encoding="utf-8")
@@ -340,8 +348,9 @@ class Log:
         kept = ""
         if path.exists():
             for line in path.read_text(errors="replace").splitlines(keepends=True):
-                if line.endswith("}\n") and json.loads(line)["step"] < start:
-                    kept += line
+                with suppress(ValueError):  # a line that is cut, or damaged
+                    if json.loads(line)["step"] < start:
+                        kept += line
         write(path, kept)
         self.file = path.open("a", buffering=1)
         self.writer = SummaryWriter(folder, purge_step=start)
@@ -360,7 +369,7 @@ def peak_memory(device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / units
 
 
-def report(folder: Path, before: dict, after: dict, samples_before, samples_after):
+def report(folder, before, after, samples_before, samples_after):
     """Prints what training changed; writes summary.json, and outputs.json for AlpacaEval."""
     write(folder / "summary.json", json.dumps({"before": before, "after": after}, indent=2))
     if after:

@@ -147,6 +147,13 @@ def test_messages_shared_over_several_turns_are_the_prompt(load):
     assert texts(letters(), explicit[0]) == (whole, "So</s>", "No</s>")
 
 
+def test_a_user_turn_that_prompt_and_completions_share_is_there_once():
+    system, user = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
+    good, bad = ({"role": "assistant", "content": text} for text in ("good", "bad"))
+    row = {"prompt": [system, user], "chosen": [user, good], "rejected": [user, bad]}
+    assert dpo_humanline.read_pair(row) == ([system, user], [[good], [bad]], [1.0, 0.0])
+
+
 def test_prompt_that_completions_do_not_repeat_is_never_lost(load):
     turns = [A("Yes?"), U("Why")]
     lost = {"prompt": [U("Hi")], "chosen": [*turns, A("So")], "rejected": [*turns, A("No")]}

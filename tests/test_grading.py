@@ -243,7 +243,7 @@ def test_bombs_cost_the_time_limit_and_not_the_run(grader, monkeypatch):
 
 def test_memory_is_limited(grader):
     with pytest.raises(MemoryError):
-        grader.schedule(bytearray, (2**31,)).result()
+        grader.schedule(bytearray, (2**32,)).result()  # far above the limit
     grader.schedule(bytearray, (2**28,)).result()  # and its copies on the way back
 
 

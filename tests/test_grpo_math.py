@@ -370,7 +370,7 @@ def test_bad_rows_are_named(tmp_path, capsys, rows, said):
         (["--group-size", "1"], "--group-size is 1; it must be at least 2"),
         (["--temperature", "0"], "--temperature is 0.0"),
         (["--epsilon", "nan"], "--epsilon is nan"),
-        (["--beta", "-1"], "--beta is -1.0; it must be finite and at least 0"),
+        (["--beta", "-1"], "--beta is -1.0; it must be from 0 to 1e30"),
         (["--eval-samples-per-problem", "0"], "--eval-samples-per-problem is 0"),
         (["--micro-batch-tokens", "-1"], "--micro-batch-tokens is -1; it must be at least 0"),
     ],

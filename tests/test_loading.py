@@ -18,6 +18,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+import dpo_humanline
+
 SIZES = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
 SIZES |= {
     "num_attention_heads": 4,
@@ -73,3 +75,12 @@ def test_the_ranks_of_a_machine_share_the_pages_of_the_files(tmp_path):
     # Policy and reference take 4 bytes a parameter each, the files 2.
     # A whole copy in fp32 on every rank would take 16.
     assert found["peak"] < 1.2 * (4 + 4 + 2) * found["parameters"]
+
+
+def test_dropout_and_router_noise_are_off(tmp_path):
+    folder = shutil.copytree(TOY / "policy", tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    noise = {"attention_dropout": 0.1, "router_jitter_noise": 0.01, "input_jitter_noise": 0.01}
+    (folder / "config.json").write_text(json.dumps(settings | noise))
+    config, _, _ = dpo_humanline.load_config(dpo_humanline.Args(model=str(folder)))
+    assert {key: getattr(config, key) for key in noise} == dict.fromkeys(noise, 0.0)

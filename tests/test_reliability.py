@@ -191,8 +191,46 @@ def test_args_json_of_another_version_names_what_this_one_does_not_know(whole, t
     settings = json.loads((folder / "args.json").read_text())
     (folder / "args.json").write_text(json.dumps(settings | {"speed": 3}))
     said = refused(["--resume", str(folder)])
-    reason = "another version of the script wrote it (speed); go on with that version"
+    reason = "another version of the script wrote speed 3; go on with that version"
     assert said == f"error: --resume {folder}: {reason}\n"
+
+
+def test_a_flag_of_another_type_in_args_json_is_named(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    settings = json.loads((folder / "args.json").read_text())
+    (folder / "args.json").write_text(json.dumps(settings | {"k": "3"}))
+    assert f"--resume {folder}: another version of the script wrote k '3'" in refused(
+        ["--resume", str(folder)]
+    )
+
+
+@pytest.mark.parametrize("part", ["metrics.jsonl", "summary.json", "final"])
+def test_a_folder_that_holds_any_part_of_a_run_is_not_begun_anew(whole, tmp_path, part):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    if part == "final":
+        shutil.copytree(whole / part, folder / part)
+    else:
+        shutil.copy(whole / part, folder)
+    before = contents(folder)
+    assert f"--output-dir {folder} holds a run" in refused([*RUN, "--output-dir", str(folder)])
+    assert contents(folder) == before
+
+
+def contents(folder) -> dict:
+    """The bytes of all files but the lock."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {path: path.read_bytes() for path in files}
+
+
+def test_a_resume_that_fails_leaves_the_folder_as_it_was(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    before = contents(folder)
+    model = changed_policy(tmp_path / "small", without("layers.1."), num_hidden_layers=1)
+    said = refused(["--resume", str(folder), "--model", model])
+    assert "the checkpoint does not fit --model" in said and contents(folder) == before
+    run_ranks(1, [["--resume", str(folder)]])
+    same(folder, whole)
 
 
 def test_a_run_is_resumed_by_the_script_that_made_it(whole):
@@ -215,6 +253,7 @@ DAMAGES = {
     "a cut state": lambda step: cut(step / "state.json"),
     "an empty state": lambda step: cut(step / "state.json", 0),
     "no state": lambda step: (step / "state.json").unlink(),
+    "a state without hashes": lambda step: (step / "state.json").write_text('{"sizes": {}}'),
     "another state": lambda step: (step / "state.json").write_text("[1]"),
     "an empty folder": lambda step: (shutil.rmtree(step), step.mkdir()),
 }
@@ -245,28 +284,34 @@ def test_a_checkpoint_with_its_bytes_overwritten_is_told(whole, tmp_path):
         path = folder / "checkpoints" / "step-12" / name
         path.write_bytes(bytes(path.stat().st_size))
         said = refused(["--resume", str(folder)])
-        assert said.startswith("error: --resume: the checkpoint is another model's, or damaged (remove it): ")
+        assert said.startswith("error: --resume: the checkpoint does not fit --model, or is damaged: ")
 
 
 def test_another_model_or_other_tokens_do_not_continue_a_run(whole, tmp_path):
     folder = shutil.copytree(whole, tmp_path / "run")
     model = changed_policy(tmp_path / "small", without("layers.1."), num_hidden_layers=1)
     said = refused(["--resume", str(folder), "--model", model])
-    assert said.startswith("error: --resume: the checkpoint is another model's, or damaged")
+    assert said.startswith("error: --resume: the checkpoint does not fit --model, or is damaged")
     template = (TOY / "policy" / "chat_template.jinja").read_text()
     (tmp_path / "own.jinja").write_text("<|end|> " + template)
     said = refused(["--resume", str(folder), "--chat-template", str(tmp_path / "own.jinja")])
     assert f"--dataset {PAIRS}, or its tokens, changed" in said and lines(folder) == 12
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone"])
+@pytest.mark.parametrize("damage", ["cut", "no JSON", "gone"])
 def test_metrics_that_are_damaged_have_whole_lines_after_a_resume(whole, tmp_path, damage):
     folder = shutil.copytree(whole, tmp_path / "run")
     path = folder / "metrics.jsonl"
-    os.truncate(path, path.stat().st_size - 30) if damage == "cut" else path.unlink()
+    if damage == "cut":
+        os.truncate(path, path.stat().st_size - 30)
+    elif damage == "no JSON":
+        lines_before = path.read_text().splitlines(keepends=True)
+        path.write_text("".join([*lines_before[:-1], "{12}\n"]))
+    else:
+        path.unlink()
     for steps in ("14", "16"):  # the second one begins at the same checkpoint
         run_ranks(1, [["--resume", str(folder), "--num-steps", steps, "--checkpoint-every", "0"]])
-        kept = range(11 if damage == "cut" else 0)
+        kept = range(0 if damage == "gone" else 11)
         assert [step["step"] for step in metrics(folder)] == [*kept, *range(12, int(steps))]
 
 
@@ -296,7 +341,7 @@ def test_a_disk_that_is_full_ends_with_one_line_and_the_last_checkpoint_resumes(
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 1 and "Traceback" not in output, output[-3000:]
     (told,) = re.findall(r"error: (.*)", output)
-    assert told.startswith("no checkpoint was written (disk full?): ") or "File too large" in told
+    assert told.startswith("no checkpoint was written: ") or "File too large" in told
     assert limit == 2_000 or told.startswith("no checkpoint")
     run_ranks(1, [["--resume", str(folder), "--num-steps", "12"]])
     same(folder, whole) if limit > 2_000 else None
@@ -312,6 +357,7 @@ def test_one_rank_that_cannot_write_ends_all_of_them(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         while lines(folder) < 1 and process.poll() is None:
             time.sleep(0.002)
+        (folder / "checkpoints").mkdir(exist_ok=True)
         (folder / "checkpoints" / "step-100").write_text("")  # where rank 0, and no other, is to put one
         output = process.communicate(timeout=120)[0]
     assert process.returncode == 1 and lines(folder) == 100
@@ -324,7 +370,7 @@ def test_a_file_in_the_place_of_final_is_told(whole, tmp_path):
     shutil.rmtree(folder / "final")
     (folder / "final").write_text("")
     said = refused(["--resume", str(folder)])
-    assert said.startswith("error: final/ was not written (disk full?): ") and str(folder / "final") in said
+    assert said.startswith("error: final/ was not written: ") and str(folder / "final") in said
 
 
 # --- kills ---

@@ -139,6 +139,12 @@ def test_siblings_differ_in_their_algorithm_alone(pair):
 
 
 @pytest.mark.parametrize("name", TOKENS)
+def test_no_assert_guards_anything(name):
+    """`python -O` removes them."""
+    assert not nodes(name, ast.Assert)
+
+
+@pytest.mark.parametrize("name", TOKENS)
 def test_every_import_is_used(name):
     imported = set()
     for node in nodes(name, ast.Import | ast.ImportFrom):
