@@ -405,10 +405,10 @@ def test_sampling_bound_below_the_ratio_bound_is_refused(refused, script):
     script.check_flags(script.Args(clip="sample", M=1.0), 8)
 
 
-# At -1e-300 a Beta parameter would be 0, and at 1e-320 β would be 0 in fp32.
+# At -1e-300 a Beta parameter would be 0, and 1e-320 is 0 in fp32.
 def test_values_that_arithmetic_takes_for_zero_are_refused(refused):
     assert "--clip sample needs bounds" in refused("--clip", "sample", "--log-epsilon-P=-1e-300", "--M", 1)
-    assert "--beta is 1e-320; it must be from" in refused("--beta", "1e-320")
+    assert "--lr is 1e-320; it must be from" in refused("--lr", "1e-320")
 
 
 @pytest.mark.parametrize("bound", ["--log-epsilon-P=-inf", "--log-epsilon-R=inf"])
