@@ -425,7 +425,7 @@ LINES = "(--max-prompt-length): lines 1, 2, 3, 4, 5, 6, 7, 8, 9 …; none is lef
         (["--max-length", 3], f"{TOO_LONG} 2 tokens {LINES}"),
         (
             ["--output-dir", "empty.jsonl"],
-            "--output-dir empty.jsonl (does another process use it?): [Errno 20] Not a directory: 'empty",
+            "--output-dir empty.jsonl (does another process use it?): [Errno 17] File exists: 'empty",
         ),
         (["--resume", "absent"], "--resume absent: [Errno 2] No such file"),
     ],
