@@ -11,7 +11,6 @@ Differs from the paper in (docs/dpo.md, section 8):
     - Completion masks say which tokens count; the paper's listing counts log-ratios that are not exactly 0.
     - The reference copies the policy's shards in place, instead of loading a state dict.
     - The loss is the mean over the global batch, the same for any number of ranks and passes.
-    - Average log-probs of the training set are printed before training.
 
 B sequences, T tokens. Log-probs are in nats. A mask is 1 at completion tokens, else 0.
 """
@@ -104,7 +103,7 @@ class Args:
     model: str = ""  # folder or Hub name; empty: the toy and its settings
     chat_template: str = ""  # Jinja file
     eos_token: str = ""  # that ends a turn; empty: the tokenizer's
-    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16, on the CPU float64
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16, on the CPU float32
     gradient_checkpointing: bool = False  # less memory, more time
     shard_size: CountOr0 = 0  # ranks that share a copy (HSDP), such as those of a machine; 0: all
     trust_remote_code: bool = False  # run a model's own Python code
@@ -135,6 +134,7 @@ class Args:
 FOLDER = Path(__file__).resolve().parent / "toy" / "bouquets"
 TOY = dict(
     model=f"{FOLDER}/policy",
+    dtype="float64",
     reward_model=f"{FOLDER}/reward_model",
     dataset=f"{FOLDER}/preferences_train.jsonl.gz",
     eval_dataset=f"{FOLDER}/preferences_test.jsonl.gz",
@@ -368,7 +368,7 @@ def setup(args):
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     if args.dtype == "auto":
-        args.dtype = "bfloat16" if device.type == "cuda" else "float64"
+        args.dtype = "bfloat16" if device.type == "cuda" else "float32"
     # For the fp32 head of token_logps: TF32 has more bits than bf16, so products of bf16 factors stay exact.
     precision = "high" if args.dtype == "bfloat16" else "highest"
     torch.set_float32_matmul_precision(precision)
@@ -448,9 +448,12 @@ def load_models(args, config, reference_dtype: torch.dtype, device) -> tuple:
         policy.get_buffer(name).data = values
         reference.get_buffer(name).data = values
     sync_reference(reference, policy)
-    utils.use_packing(args, policy)
-    utils.use_packing(args, reference)
-    return policy.train(), reference.eval().requires_grad_(False)
+    policy.train()
+    reference.eval().requires_grad_(False)
+    with exit_on_error(f"--model {args.model}"):
+        utils.choose_attention(args, policy)
+        utils.choose_attention(args, reference)
+    return policy, reference
 
 
 def make_optimizer(args, policy, device):
@@ -525,9 +528,9 @@ def evaluate(args: Args, policy, sampler, held_out: list[tuple], first: dict):
     pairs = [group for group in held_out if group[0].completion_ids]  # none if there are only prompts
     if pairs:
         examples = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
-        logps, mask = utils.completion_logps(policy, examples, sampler.tokens.pad_id)  # (B, T)
-        log_ratio = logps - first.setdefault("logps", logps)
-        losses, rewards = dpo_loss(log_ratio, mask, args.beta)  # (B/2,), (B,)
+        logps = utils.completion_logps(policy, examples, sampler.tokens.pad_id)  # (B,)
+        log_ratio = (logps - first.setdefault("logps", logps)).unsqueeze(-1)  # (B, 1): sums of tokens
+        losses, rewards = dpo_loss(log_ratio, torch.ones_like(log_ratio), args.beta)  # (B/2,), (B,)
         chosen_rewards, rejected_rewards = rewards.chunk(2)
         values["eval/loss"] = losses
         values["eval/accuracy"] = utils.win_rate(chosen_rewards, rejected_rewards)
@@ -597,8 +600,6 @@ def main(args: Args):
     policy, reference = load_models(args, config, reference_dtype, device)
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
-    if not args.online:
-        utils.print_data_quality(reference, groups)
     # Before a checkpoint is loaded: the report compares with the initial policy, also on resume.
     first_evaluation = {}  # its log-probs and samples
     before, samples_before = evaluate(args, policy, sampler, held_out, first_evaluation)
@@ -607,9 +608,9 @@ def main(args: Args):
     optimizer = make_optimizer(args, policy, device)
     progress = Progress()
     if checkpoint:
-        progress = load_checkpoint(checkpoint, policy, reference, optimizer)
-    if rank == 0:
-        save_args(args, output_dir, __file__)  # not before: a resume that fails leaves the folder as it was
+        progress = load_checkpoint(args, checkpoint, policy, reference, optimizer)
+    else:
+        save_args(args, output_dir, __file__)
     scheduler = make_scheduler(args, optimizer, progress.step)
     log = Log(output_dir, progress.step) if rank == 0 else None
     sync = args.sync if args.humanline else "none"
@@ -702,6 +703,7 @@ def main(args: Args):
         if is_due or stopped_by:
             folder = output_dir / "checkpoints" / f"step-{progress.step}"
             save_checkpoint(folder, policy, reference, optimizer, progress, hashes, args.keep_checkpoints)
+            save_args(args, output_dir, __file__)  # not before: a resume whose flags fail leaves the old ones
         if stopped_by:
             stop(stopped_by, progress.step, output_dir)
     signals.training = False

@@ -107,7 +107,7 @@ class Args:
     model: str = ""  # folder or Hub name; empty: the toy and its settings
     chat_template: str = ""  # Jinja file
     eos_token: str = ""  # that ends a turn; empty: the tokenizer's
-    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16, on the CPU float64
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16, on the CPU float32
     gradient_checkpointing: bool = False  # less memory, more time
     shard_size: CountOr0 = 0  # ranks that share a copy (HSDP), such as those of a machine; 0: all
     trust_remote_code: bool = False  # run a model's own Python code
@@ -138,6 +138,7 @@ class Args:
 FOLDER = Path(__file__).resolve().parent / "toy" / "tales"
 TOY = dict(
     model=f"{FOLDER}/policy",
+    dtype="float64",
     reward_model=f"{FOLDER}/reward_model",
     dataset=f"{FOLDER}/preferences_train.jsonl.gz",
     eval_dataset=f"{FOLDER}/preferences_test.jsonl.gz",
@@ -224,9 +225,7 @@ def sync_reference(reference, policy):
 
 
 # === Data ===
-WANTED = (
-    "it needs a prompt, 2 or more completions with scores, or chosen and rejected (labels: kto_humanline.py)"
-)
+WANTED = "it needs a prompt, with completions and scores, or chosen and rejected (labels: kto_humanline.py)"
 COMPLETION_COLUMNS = {"chosen", "rejected", "completion", "completions"}  # of all scripts' formats
 
 
@@ -395,7 +394,7 @@ def setup(args):
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     if args.dtype == "auto":
-        args.dtype = "bfloat16" if device.type == "cuda" else "float64"
+        args.dtype = "bfloat16" if device.type == "cuda" else "float32"
     # For the fp32 head of token_logps: TF32 has more bits than bf16, so products of bf16 factors stay exact.
     precision = "high" if args.dtype == "bfloat16" else "highest"
     torch.set_float32_matmul_precision(precision)
@@ -475,9 +474,12 @@ def load_models(args, config, reference_dtype: torch.dtype, device) -> tuple:
         policy.get_buffer(name).data = values
         reference.get_buffer(name).data = values
     sync_reference(reference, policy)
-    utils.use_packing(args, policy)
-    utils.use_packing(args, reference)
-    return policy.train(), reference.eval().requires_grad_(False)
+    policy.train()
+    reference.eval().requires_grad_(False)
+    with exit_on_error(f"--model {args.model}"):
+        utils.choose_attention(args, policy)
+        utils.choose_attention(args, reference)
+    return policy, reference
 
 
 def make_optimizer(args, policy, device):
@@ -570,11 +572,11 @@ def evaluate(args: Args, policy, sampler, held_out: list[tuple], first: dict):
             best.append(pair[0])
             worst.append(pair[1])
     if best:
-        logps, mask = utils.completion_logps(policy, best + worst, sampler.tokens.pad_id)  # (B, T)
+        logps = utils.completion_logps(policy, best + worst, sampler.tokens.pad_id)  # (B,)
         log_ratio = logps - first.setdefault("logps", logps)
-        best_sums, worst_sums = (log_ratio * mask).sum(-1).chunk(2)  # (B/2,) each
-        values["eval/accuracy"] = utils.win_rate(best_sums, worst_sums)
-        values["eval/margin"] = best_sums - worst_sums
+        best_ratio, worst_ratio = log_ratio.chunk(2)  # (B/2,) each
+        values["eval/accuracy"] = utils.win_rate(best_ratio, worst_ratio)
+        values["eval/margin"] = best_ratio - worst_ratio
     prompts = [group[0] for group in held_out]
     statistics, samples = sampler.evaluate(policy, prompts, first)
     return utils.means(values | statistics), samples
@@ -652,8 +654,6 @@ def main(args: Args):
     policy, reference = load_models(args, config, reference_dtype, device)
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
-    if not args.online:
-        utils.print_data_quality(reference, groups)
     # Before a checkpoint is loaded: the report compares with the initial policy, also on resume.
     first_evaluation = {}  # its log-probs and samples
     before, samples_before = evaluate(args, policy, sampler, held_out, first_evaluation)
@@ -662,9 +662,11 @@ def main(args: Args):
     optimizer = make_optimizer(args, policy, device)
     progress = Progress()
     if checkpoint:
-        progress = load_checkpoint(checkpoint, policy, reference, optimizer)
-    if rank == 0:
-        save_args(args, output_dir, __file__)  # not before: a resume that fails leaves the folder as it was
+        progress = load_checkpoint(args, checkpoint, policy, reference, optimizer)
+    else:
+        save_args(args, output_dir, __file__)
+    if any(len(group) != args.group_size for group in progress.pool):
+        fail("--group-size: samples in groups of another size wait for a step; keep it")
     scheduler = make_scheduler(args, optimizer, progress.step)
     log = Log(output_dir, progress.step) if rank == 0 else None
     sync = args.sync if args.humanline else "none"
@@ -765,6 +767,7 @@ def main(args: Args):
         if is_due or stopped_by:
             folder = output_dir / "checkpoints" / f"step-{progress.step}"
             save_checkpoint(folder, policy, reference, optimizer, progress, hashes, args.keep_checkpoints)
+            save_args(args, output_dir, __file__)  # not before: a resume whose flags fail leaves the old ones
         if stopped_by:
             stop(stopped_by, progress.step, output_dir)
     signals.training = False

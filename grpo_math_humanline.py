@@ -120,7 +120,7 @@ class Args:
     model: str = ""  # folder or Hub name; empty: the toy and its settings
     chat_template: str = ""  # Jinja file
     eos_token: str = ""  # that ends a turn; empty: the tokenizer's
-    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16, on the CPU float64
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16, on the CPU float32
     gradient_checkpointing: bool = False  # less memory, more time
     shard_size: CountOr0 = 0  # ranks that share a copy (HSDP), such as those of a machine; 0: all
     trust_remote_code: bool = False  # run a model's own Python code
@@ -146,6 +146,7 @@ class Args:
 FOLDER = Path(__file__).resolve().parent / "toy" / "shell_game"
 TOY = dict(
     model=f"{FOLDER}/policy",
+    dtype="float64",
     dataset=f"{FOLDER}/problems_train.jsonl.gz",
     eval_dataset=f"{FOLDER}/problems_test.jsonl.gz",
     system_prompt="",
@@ -284,7 +285,7 @@ def load_groups(args, flag: str, name: str, split: str, tokens, counts):
     return groups, content.hexdigest()
 
 
-def encode_row(args: Args, number: int, row: dict, tokens, counts) -> tuple:
+def encode_row(args: Args, number: int, row: dict, tokens, counts):
     """A problem and its gold answer as a group of one, and a note or "". Raises ValueError if it has none.
 
     There are no completions, so that `counts`, which the other scripts need, is not used.
@@ -304,7 +305,7 @@ def encode_row(args: Args, number: int, row: dict, tokens, counts) -> tuple:
     return tuple(x._replace(answer=answer) for x in group), note
 
 
-def gold_answer(row: dict) -> str:
+def gold_answer(row: dict):
     """The `answer` of a row, or its `solution` if that has a \\boxed{…}, else "". A ValueError if it has no
     such column or they are not strings (an answer may be a number)."""
     answer, solution = row.get("answer"), row.get("solution")
@@ -321,16 +322,14 @@ def gold_answer(row: dict) -> str:
     return answer or ""
 
 
-def keep_gradable(grader, flag: str, name: str, groups: list[tuple]):
+def keep_gradable(grader, flag, name, groups: list[tuple]):
     """The groups whose gold answer has a value within the limits. Ends the run if there is none."""
     verdicts = judge_all(grader, [(group[0].answer, None) for group in groups])
     kept = [group for group, gradable in zip(groups, verdicts) if gradable]
     dropped = [str(group[0].row) for group, gradable in zip(groups, verdicts) if not gradable]
     summary = f"{flag} {name}: {len(kept)} have an answer that can be graded"
     if dropped:
-        summary += f", {len(dropped)} dropped: lines {', '.join(dropped[:9])}"
-    if len(dropped) > 9:
-        summary += " …"
+        summary += f", {len(dropped)} have not, the first in lines {', '.join(dropped[:9])}"
     if not kept:
         fail(summary)
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -395,7 +394,7 @@ def setup(args):
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     if args.dtype == "auto":
-        args.dtype = "bfloat16" if device.type == "cuda" else "float64"
+        args.dtype = "bfloat16" if device.type == "cuda" else "float32"
     # For the fp32 head of token_logps: TF32 has more bits than bf16, so products of bf16 factors stay exact.
     precision = "high" if args.dtype == "bfloat16" else "highest"
     torch.set_float32_matmul_precision(precision)
@@ -475,9 +474,12 @@ def load_models(args, config, reference_dtype: torch.dtype, device) -> tuple:
         policy.get_buffer(name).data = values
         reference.get_buffer(name).data = values
     sync_reference(reference, policy)
-    utils.use_packing(args, policy)
-    utils.use_packing(args, reference)
-    return policy.train(), reference.eval().requires_grad_(False)
+    policy.train()
+    reference.eval().requires_grad_(False)
+    with exit_on_error(f"--model {args.model}"):
+        utils.choose_attention(args, policy)
+        utils.choose_attention(args, reference)
+    return policy, reference
 
 
 def make_optimizer(args, policy, device):
@@ -557,7 +559,7 @@ def judge_all(grader, jobs: list[tuple]):
     return [verdicts[job] for job in jobs]
 
 
-def judge(gold: str, answer: str | None, time_limit: float) -> bool:
+def judge(gold: str, answer: str | None, time_limit: float):
     """In a worker: whether the answer equals the gold answer. Without an answer: whether the gold answer has
     a value, which others can be compared with. time_limit: CPU seconds."""
     from math_verify import verify
@@ -627,7 +629,7 @@ TIDY = {  # what math_verify reads otherwise or not at all
 
 
 @lru_cache(256)
-def read_answer(text: str, is_gold: bool) -> list:
+def read_answer(text: str, is_gold: bool):
     """In a worker: what a text answers, in math_verify's objects (sympy's, or a string that it cannot parse).
 
     First the part that counts is found: between <answer> tags, in the last box, behind the last "answer is".
@@ -668,13 +670,13 @@ def read_answer(text: str, is_gold: bool) -> list:
     return values or sides or found[:1]
 
 
-def format_reward(text: str) -> float:
+def format_reward(text):
     """1 for <think>⏎…⏎</think>⏎<answer>⏎…⏎</answer> alone, else 0."""
     thinking, _, answer = text.partition("\n</think>\n<answer>\n")
     return float(thinking.startswith("<think>\n") and answer.endswith("\n</answer>"))
 
 
-def tag_count_reward(text: str) -> float:
+def tag_count_reward(text):
     """A quarter for each of the four tags, with its line breaks, that occurs exactly once (Open-R1)."""
     tags = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
     return sum(text.count(tag) == 1 for tag in tags) / 4
@@ -692,7 +694,7 @@ def math_rewards(grader, samples: list[utils.Example]):
     return rewards, verdicts.count(None)
 
 
-def score(grader, groups: list[list[utils.Example]]):
+def score(grader, groups: list):
     """The samples with their weighted rewards; all rewards by name, (N,); how many could not be graded."""
     samples = [x for group in groups for x in group]
     rewards, stopped = math_rewards(grader, samples)
@@ -731,7 +733,7 @@ def evaluate(args: Args, policy, sampler, grader, held_out: list[tuple]):
     count = args.eval_samples_per_problem
     groups, values, _ = score(grader, sampler.sample(policy, problems, count, (args.seed, 0)))
     statistics = utils.sample_statistics([x for group in groups for x in group])
-    values["truncated"] = 1 - statistics["finished"]
+    values["finished"] = statistics["finished"]
     values["length"] = statistics["length"]
     by_problem = {f"eval/{name}": value.view(-1, count).mean(1) for name, value in values.items()}
     return utils.means(by_problem), [group[0] for group in groups]
@@ -802,9 +804,11 @@ def main(args: Args):
     optimizer = make_optimizer(args, policy, device)
     progress = Progress()
     if checkpoint:
-        progress = load_checkpoint(checkpoint, policy, reference, optimizer)
-    if rank == 0:
-        save_args(args, output_dir, __file__)  # not before: a resume that fails leaves the folder as it was
+        progress = load_checkpoint(args, checkpoint, policy, reference, optimizer)
+    else:
+        save_args(args, output_dir, __file__)
+    if any(len(group) != args.group_size for group in progress.pool):
+        fail("--group-size: samples in groups of another size wait for a step; keep it")
     scheduler = make_scheduler(args, optimizer, progress.step)
     log = Log(output_dir, progress.step) if rank == 0 else None
     sync = args.sync if args.humanline else "none"
@@ -902,6 +906,7 @@ def main(args: Args):
         if is_due or stopped_by:
             folder = output_dir / "checkpoints" / f"step-{progress.step}"
             save_checkpoint(folder, policy, reference, optimizer, progress, hashes, args.keep_checkpoints)
+            save_args(args, output_dir, __file__)  # not before: a resume whose flags fail leaves the old ones
         if stopped_by:
             stop(stopped_by, progress.step, output_dir)
     signals.training = False

@@ -8,7 +8,7 @@
 
 Differs from the paper in (docs/kto.md):
     - There is one reference point z_0 for each optimizer step, not for each microbatch.
-    - z_0 takes completions of other prompts; the paper shifts the batch by one, to the other half of a pair.
+    - z_0 takes completions of other prompts, on pairs the next chosen; the authors' code, the next example.
     - z_0 is the mean over all of these; the paper's listing leaves out those of exactly 0.
     - The gradient norm is one norm over all shards and ranks, not one for each rank.
     - Completion masks say which tokens count; the paper's listing counts log-ratios that are not exactly 0.
@@ -106,7 +106,7 @@ class Args:
     model: str = ""  # folder or Hub name; empty: the toy and its settings
     chat_template: str = ""  # Jinja file
     eos_token: str = ""  # that ends a turn; empty: the tokenizer's
-    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16, on the CPU float64
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16, on the CPU float32
     gradient_checkpointing: bool = False  # less memory, more time
     shard_size: CountOr0 = 0  # ranks that share a copy (HSDP), such as those of a machine; 0: all
     trust_remote_code: bool = False  # run a model's own Python code
@@ -137,6 +137,7 @@ class Args:
 FOLDER = Path(__file__).resolve().parent / "toy" / "tales"
 TOY = dict(
     model=f"{FOLDER}/policy",
+    dtype="float64",
     reward_model=f"{FOLDER}/reward_model",
     dataset=f"{FOLDER}/preferences_train.jsonl.gz",
     eval_dataset=f"{FOLDER}/preferences_test.jsonl.gz",
@@ -414,7 +415,7 @@ def setup(args):
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     if args.dtype == "auto":
-        args.dtype = "bfloat16" if device.type == "cuda" else "float64"
+        args.dtype = "bfloat16" if device.type == "cuda" else "float32"
     # For the fp32 head of token_logps: TF32 has more bits than bf16, so products of bf16 factors stay exact.
     precision = "high" if args.dtype == "bfloat16" else "highest"
     torch.set_float32_matmul_precision(precision)
@@ -494,9 +495,12 @@ def load_models(args, config, reference_dtype: torch.dtype, device) -> tuple:
         policy.get_buffer(name).data = values
         reference.get_buffer(name).data = values
     sync_reference(reference, policy)
-    utils.use_packing(args, policy)
-    utils.use_packing(args, reference)
-    return policy.train(), reference.eval().requires_grad_(False)
+    policy.train()
+    reference.eval().requires_grad_(False)
+    with exit_on_error(f"--model {args.model}"):
+        utils.choose_attention(args, policy)
+        utils.choose_attention(args, reference)
+    return policy, reference
 
 
 def make_optimizer(args, policy, device):
@@ -574,11 +578,12 @@ def evaluate(args: Args, policy, sampler, held_out: list[tuple], first: dict):
     values = {}
     examples = [x for group in held_out for x in group if x.completion_ids]  # none if there are only prompts
     if examples:
-        logps, mask = utils.completion_logps(policy, examples, sampler.tokens.pad_id)  # (B, T)
+        logps = utils.completion_logps(policy, examples, sampler.tokens.pad_id)  # (B,)
         desirable = torch.tensor([x.reward > 0 for x in examples])
-        log_ratio = logps - first.setdefault("logps", logps)
+        log_ratio = (logps - first.setdefault("logps", logps)).unsqueeze(-1)  # (B, 1): sums of tokens
+        one = torch.ones_like(log_ratio)
         lambdas = (args.lambda_D, args.lambda_U)
-        losses, rewards = kto_loss(log_ratio, mask, desirable, 0.0, args.beta, *lambdas)  # (B,) each
+        losses, rewards = kto_loss(log_ratio, one, desirable, 0.0, args.beta, *lambdas)  # (B,) each
         gain = torch.where(desirable, rewards, -rewards)
         values["eval/loss"] = losses
         values["eval/accuracy"] = utils.win_rate(gain, 0)
@@ -650,8 +655,6 @@ def main(args: Args):
     policy, reference = load_models(args, config, reference_dtype, device)
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
-    if not args.online:
-        utils.print_data_quality(reference, groups)
     # Before a checkpoint is loaded: the report compares with the initial policy, also on resume.
     first_evaluation = {}  # its log-probs and samples
     before, samples_before = evaluate(args, policy, sampler, held_out, first_evaluation)
@@ -660,9 +663,9 @@ def main(args: Args):
     optimizer = make_optimizer(args, policy, device)
     progress = Progress()
     if checkpoint:
-        progress = load_checkpoint(checkpoint, policy, reference, optimizer)
-    if rank == 0:
-        save_args(args, output_dir, __file__)  # not before: a resume that fails leaves the folder as it was
+        progress = load_checkpoint(args, checkpoint, policy, reference, optimizer)
+    else:
+        save_args(args, output_dir, __file__)
     scheduler = make_scheduler(args, optimizer, progress.step)
     log = Log(output_dir, progress.step) if rank == 0 else None
     sync = args.sync if args.humanline else "none"
@@ -768,6 +771,7 @@ def main(args: Args):
         if is_due or stopped_by:
             folder = output_dir / "checkpoints" / f"step-{progress.step}"
             save_checkpoint(folder, policy, reference, optimizer, progress, hashes, args.keep_checkpoints)
+            save_args(args, output_dir, __file__)  # not before: a resume whose flags fail leaves the old ones
         if stopped_by:
             stop(stopped_by, progress.step, output_dir)
     signals.training = False

@@ -11,7 +11,7 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, get_type_hints
+from typing import Annotated, get_origin, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -25,16 +25,16 @@ from transformers import GenerationConfig
 import utils
 
 # === Flags ===
-# Types of flags. `check_flags` reads the text and the condition.
-Positive = Annotated[float, "from 1e-30 to 1e30", lambda v: 1e-30 <= v <= 1e30]
-NonNegative = Annotated[float, "from 0 to 1e30", lambda v: 0 <= v <= 1e30]
-Share = Annotated[float, "from 0 to 1", lambda v: 0 <= v <= 1]
-PositiveShare = Annotated[float, "above 0 and at most 1", lambda v: 0 < v <= 1]
-Count = Annotated[int, "at least 1", lambda v: v >= 1]
-CountOr0 = Annotated[int, "at least 0", lambda v: v >= 0]
-AtLeast2 = Annotated[int, "at least 2", lambda v: v >= 2]
-Above0 = Annotated[float, "above 0", lambda v: v > 0]
-Below0 = Annotated[float, "below 0, such as -1.5", lambda v: v < 0]
+# Types of flags, with the least and the largest value, which `check_flags` reads.
+Positive = Annotated[float, 1e-30, 1e30]
+NonNegative = Annotated[float, 0, 1e30]
+Share = Annotated[float, 0, 1]
+PositiveShare = Annotated[float, 1e-30, 1]
+Count = Annotated[int, 1, 1e12]
+CountOr0 = Annotated[int, 0, 1e12]
+AtLeast2 = Annotated[int, 2, 1e12]
+Above0 = Annotated[float, 1e-30, math.inf]
+Below0 = Annotated[float, -math.inf, -1e-30]
 
 
 def parse_args(Args, file: str, doc: str, toy: dict, toy_online=None, flags=None):
@@ -44,6 +44,8 @@ def parse_args(Args, file: str, doc: str, toy: dict, toy_online=None, flags=None
     """
     if flags is None:
         flags = sys.argv[1:]
+    with suppress(AttributeError):  # a terminal that lacks a letter shows its code
+        sys.stdout.reconfigure(errors="backslashreplace")
     named, _ = tyro.cli(Args, args=flags, add_help=False, return_unknown_args=True)
     if named.resume:
         source = f"the settings of {named.resume}"
@@ -69,9 +71,12 @@ def check_flags(args, batch_size: int):
     """
     for name, hint in get_type_hints(type(args), include_extras=True).items():
         value = getattr(args, name)
-        text, holds = getattr(hint, "__metadata__", ("", lambda value: True))
-        if not holds(value):
-            fail(f"--{name.replace('_', '-')} is {value}; it must be {text}")
+        if get_origin(hint) is Annotated:
+            low, high = hint.__metadata__
+            if not low <= value <= high:
+                fail(f"--{name.replace('_', '-')} is {value}; it must be from {low} to {high}")
+    if not args.dataset:
+        fail(f"--model {args.model} needs a --dataset")
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world % (args.shard_size or 1) or batch_size % world:
         fail(f"{world} ranks must be a multiple of --shard-size, and a batch of {batch_size} of them")
@@ -97,7 +102,11 @@ def fail(message: str):
         # Rank 0 must print first, and torchrun ends the others as soon as one has ended.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(30)
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    try:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    except OSError:  # nobody reads it any more, and at its end Python would try again
+        sys.stderr = None
+        print(f"error: {message}", flush=True)
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()  # or gloo's threads abort the process
     raise SystemExit(1)
@@ -116,7 +125,7 @@ def exit_on_error(place: str, kind: type = Exception):
         fail(f"{place}: {line}")
 
 
-def max_over_ranks(value: float, device) -> float:
+def max_over_ranks(value, device):
     maximum = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(maximum, op=dist.ReduceOp.MAX)
     return maximum.item()
@@ -162,7 +171,7 @@ class Progress:
     pool: list = field(default_factory=list)  # its groups that wait for a step
 
 
-def open_folder(args, file: str, device) -> tuple:
+def open_folder(args, file, device):
     """The run's folder, the same on all ranks, and rank 0's lock on it, which lasts as long as the object."""
     name = args.resume or args.output_dir
     if not name:
@@ -177,40 +186,46 @@ def open_folder(args, file: str, device) -> tuple:
     return folder, lock
 
 
-def save_args(args, folder: Path, file: str):
+def save_args(args, folder, file):
+    """Writes the settings with which a later --resume goes on."""
     saved = asdict(args) | {"script": Path(file).stem, "resume": "", "output_dir": ""}
-    write(folder / "args.json", json.dumps(saved, indent=2))
+    if dist.get_rank() == 0:
+        write(folder / "args.json", json.dumps(saved, indent=2))
 
 
-def load_args(Args, folder: Path, file: str):
+def load_args(Args, folder, file):
     """The settings that `save_args` wrote."""
     with exit_on_error(f"--resume {folder}"):
         saved = json.loads((folder / "args.json").read_text())
         if saved.pop("script", "") != Path(file).stem:
             raise ValueError(f"it is not a run of {Path(file).name}")
         defaults = vars(Args())
-        for flag, value in saved.items():
+        for flag in defaults | saved:
+            value = saved.get(flag)
             if type(value) is not type(defaults.get(flag)):
-                raise ValueError(
-                    f"another version of the script wrote {flag} {value!r}; go on with that version"
-                )
+                raise ValueError(f"another version wrote {flag} {value!r}; go on with that version")
         return Args(**saved)
 
 
-def find_checkpoints(folder: Path):
+def find_checkpoints(folder):
     """The newest first."""
-    paths = [path for path in folder.glob("step-*") if path.name[5:].isdigit()]
+    paths = [path for path in folder.glob("step-*") if path.name[5:].isdecimal()]
     return sorted(paths, key=lambda path: int(path.name[5:]), reverse=True)
 
 
-def newest_checkpoint(folder: Path, hashes: dict) -> Path | None:
-    """The newest checkpoint that is whole, if there is one. Ends the run if its data were other ones."""
-    checkpoints = find_checkpoints(folder / "checkpoints")
-    for checkpoint in checkpoints:
+def newest_checkpoint(folder: Path, hashes: dict):
+    """The newest checkpoint that is whole, or None. Ends the run if its data, or other ranks', are others."""
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, hashes)
+    if any(other != hashes for other in of_ranks):
+        fail("the ranks read different data; give all machines the same files")
+    for checkpoint in find_checkpoints(folder / "checkpoints"):
         try:
             state = json.loads((checkpoint / "state.json").read_text())
-            check_sizes(checkpoint, state["sizes"])
             old_hashes = state["hashes"]
+            for name, size in state["sizes"].items():
+                if (checkpoint / name).stat().st_size != size:
+                    raise ValueError(f"{name} is cut")
         except Exception as error:
             if dist.get_rank() == 0:
                 print(f"skipped {checkpoint} (damaged: {error})")
@@ -219,19 +234,12 @@ def newest_checkpoint(folder: Path, hashes: dict) -> Path | None:
             if old_hashes.get(name, value) != value:
                 fail(f"--resume {folder}: {name}, or its tokens, changed; bring it back")
         return checkpoint
-    if checkpoints:
-        fail(f"--resume {folder}: no checkpoint is whole; begin anew in another folder")
+    if (folder / "metrics.jsonl").exists():
+        fail(f"--resume {folder}: it has no whole checkpoint; begin anew in another folder")
     return None
 
 
-def check_sizes(checkpoint, sizes):
-    """Raises ValueError if a file does not have the size that it had when it was written."""
-    cut = [name for name, size in sizes.items() if (checkpoint / name).stat().st_size != size]
-    if cut:
-        raise ValueError(f"{', '.join(cut)} cut")
-
-
-def training_state(policy, reference, optimizer) -> dict:
+def training_state(policy, reference, optimizer):
     weights, moments = dcp_state.get_state_dict(policy, optimizer)
     reference_weights = dcp_state.get_model_state_dict(reference)
     return {"policy": weights, "optimizer": moments, "reference": reference_weights}
@@ -264,7 +272,7 @@ def save_checkpoint(folder, policy, reference, optimizer, progress, hashes, keep
 
 
 @exit_on_error("--resume: the checkpoint does not fit --model, or is damaged", BaseException)
-def load_checkpoint(folder, policy, reference, optimizer):
+def load_checkpoint(args, folder, policy, reference, optimizer):
     """Restores weights and optimizer in place, on any number of ranks."""
     saved = training_state(policy, reference, optimizer)
     names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -284,6 +292,8 @@ def load_checkpoint(folder, policy, reference, optimizer):
     progress = Progress(**state)
     for i, group in enumerate(progress.pool):
         progress.pool[i] = tuple(utils.Example(*values) for values in group)
+    if dist.get_rank() == 0:
+        print(f"{progress.step} of {args.num_steps} steps are done: goes on from {folder}")
     return progress
 
 
@@ -311,7 +321,7 @@ def stop(signal_number, steps, folder):
 
 
 # === Logs ===
-def perf_metrics(started: float, tokens: int, device) -> dict:
+def perf_metrics(started, tokens, device):
     """Of a step that began at `started` and read `tokens` tokens; memory of the rank that needs most."""
     peak = max_over_ranks(peak_memory(device), device)
     seconds = time.perf_counter() - started
@@ -322,7 +332,7 @@ def perf_metrics(started: float, tokens: int, device) -> dict:
     }
 
 
-def mean_over_ranks(sums: dict[str, torch.Tensor]):
+def mean_over_ranks(sums):
     """{name: Σ value·weight / Σ weight} of all ranks, from each rank's two sums; none where Σ weight is 0."""
     totals = torch.stack(list(sums.values()))  # (M, 2); every rank has the same names in one order
     dist.all_reduce(totals)
@@ -371,7 +381,13 @@ def peak_memory(device) -> float:
 
 def report(folder, before, after, samples_before, samples_after):
     """Prints what training changed; writes summary.json, and outputs.json for AlpacaEval."""
+    # What is written is written before it is printed: a terminal may be gone.
     write(folder / "summary.json", json.dumps({"before": before, "after": after}, indent=2))
+    outputs = []
+    for sample in samples_after:
+        outputs.append({"instruction": question(sample), "output": sample.text, "generator": folder.name})
+    if outputs:
+        write(folder / "outputs.json", json.dumps(outputs, indent=2, ensure_ascii=False))
     if after:
         print(f"\n{'mean ± standard error':24}{'before':>20}{'after':>20}")
     else:
@@ -384,11 +400,6 @@ def report(folder, before, after, samples_before, samples_after):
         for when, sample in (("before", first), ("after", last)):
             score = "" if math.isnan(sample.reward) else f"  [reward {sample.reward:.2f}]"
             print(f"{when}: {sample.text}{score}")
-    if samples_after:
-        outputs = []
-        for sample in samples_after:
-            outputs.append({"instruction": question(sample), "output": sample.text, "generator": folder.name})
-        write(folder / "outputs.json", json.dumps(outputs, indent=2, ensure_ascii=False))
     print(f"\nwrote {folder}")
 
 

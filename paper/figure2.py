@@ -65,9 +65,11 @@ def weights(p, omega=capacity) -> np.ndarray:
 
 def log_ratios(policy, reference, examples: list, pad_id: int) -> tuple:
     """log π_θ/π_ref of every completion token and the mask, (N, T) float64."""
-    logps, mask = utils.completion_logps(policy, examples, pad_id)
-    ref_logps, _ = utils.completion_logps(reference, examples, pad_id)
-    return logps - ref_logps, mask
+    input_ids, mask = utils.pad_batch(examples, pad_id, policy.device)
+    with torch.no_grad():
+        logps = utils.token_logps(policy, input_ids, mask)
+        ref_logps = utils.token_logps(reference, input_ids, mask)
+    return (logps - ref_logps).double(), mask.double()
 
 
 def kept(script, args, log_ratio, mask, clip: str):

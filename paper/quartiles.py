@@ -40,8 +40,8 @@ def main(args: Args):
     groups, _ = dpo.load_groups(args, "--dataset", args.dataset, args.dataset_split, tokens, (2,))
     _, reference = dpo.load_models(args, config, reference_dtype, device)
     chosen = [pair[0] for pair in groups]
-    logps, mask = utils.completion_logps(reference, chosen, tokens.pad_id)  # (B, T)
-    averages = logps.sum(-1) / mask.sum(-1)  # (B,)
+    logps = utils.completion_logps(reference, chosen, tokens.pad_id)  # (B,)
+    averages = logps / torch.tensor([len(x.completion_ids) for x in chosen])  # (B,)
     if rank == 0:
         args.out.mkdir(parents=True, exist_ok=True)
         rows = dpo.load_rows("--dataset", args.dataset, args.dataset_split)

@@ -337,7 +337,7 @@ def test_dropped_rows_are_counted_by_reason_and_the_others_keep_order_and_line(l
     for reason, lines in {
         "completion empty or not one assistant message": [1, 3, 7, 8, 10],
         "chosen equals rejected": [4, 9],
-        "prompt empty or longer than 20 tokens (--max-prompt-length)": [6],
+        "prompt empty or longer than 20 tokens (raise --max-prompt-length, --max-length)": [6],
     }.items():
         named = re.escape(f"; {len(lines)} {reason}: lines {', '.join(map(str, lines))}")
         assert re.search(named + "[;\n]", told)

@@ -90,27 +90,6 @@ def test_other_compute_dtypes_train_the_same_curve(tmp_path, dtype):
         assert rounded["loss"] == pytest.approx(exact["loss"], abs=tolerance)
 
 
-def test_the_quartiles_of_data_quality_are_those_of_the_chosen_completions(tmp_path):
-    output = run_ranks(1, [[*UNEVALUATED, "--output-dir", str(tmp_path / "run")]])
-    line = next(line for line in output.splitlines() if line.startswith("average token log-prob under"))
-    policy = AutoModelForCausalLM.from_pretrained(TOY / "policy")
-    tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
-    averages = []
-    for row in map(json.loads, open(PAIRS)):
-        chat = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["chosen"]}]
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-        prompt = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-        start = len(tokenizer(prompt).input_ids)
-        with torch.no_grad():
-            logps = policy(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-        averages.append(logps[range(start - 1, len(ids) - 1), ids[start:]].mean())
-    quartiles = torch.stack(averages).quantile(torch.tensor([0, 0.25, 0.5, 0.75, 1]))
-    reported = [float(number) for number in line.partition(" max: ")[2].split()]
-    assert len(averages) == 128 and quartiles[0] < quartiles[4] - 1
-    assert reported == pytest.approx(quartiles.tolist(), abs=0.006)
-
-
 def test_outputs_and_samples_tell_what_was_trained(tmp_path):
     prompts = ["for king", "for king", "for queen", "for king", "for boy", "for girl", "for queen", "for man"]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))

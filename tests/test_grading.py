@@ -222,11 +222,12 @@ def test_gold_answers_without_a_value_are_dropped_and_named(grader, capsys, monk
     answers = ["5", "", r"\frac{0}{0}", ENDLESS, "so \\boxed{5}.", f"1, {ENDLESS}", r"\frac\pi 4", " "]
     groups = groups_of(answers)
     assert keep_gradable(grader, "--dataset", "x.jsonl", groups) == [groups[0], groups[4], groups[6]]
-    summary = "--dataset x.jsonl: 3 have an answer that can be graded, 5 dropped: lines 2, 3, 4, 6, 8\n"
+    summary = "--dataset x.jsonl: 3 have an answer that can be graded, "
+    summary += "5 have not, the first in lines 2, 3, 4, 6, 8\n"
     assert capsys.readouterr().out == summary
     with pytest.raises(SystemExit):
         keep_gradable(grader, "--dataset", "x.jsonl", groups_of([""] * 12))
-    assert "12 dropped: lines 1, 2, 3, 4, 5, 6, 7, 8, 9 …" in capsys.readouterr().err
+    assert "12 have not, the first in lines 1, 2, 3, 4, 5, 6, 7, 8, 9" in capsys.readouterr().err
 
 
 # --- limits -------------------------------------------------------------------------------------------------

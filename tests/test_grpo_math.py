@@ -227,7 +227,7 @@ def test_evaluation_is_pass_at_1_over_problems(runs):
     summary = json.loads((runs["humanline", 1, 0] / "summary.json").read_text())
     accuracy, error = summary["before"]["eval/accuracy"]
     assert 0 < accuracy < 1 and accuracy * 8 * 4 == round(accuracy * 8 * 4) and error > 0
-    names = {"eval/accuracy", "eval/format", "eval/tag_count", "eval/truncated", "eval/length"}
+    names = {"eval/accuracy", "eval/format", "eval/tag_count", "eval/finished", "eval/length"}
     assert set(summary["after"]) == names
 
 
@@ -285,9 +285,9 @@ def test_rows_that_cannot_train_are_dropped_and_counted(tmp_path, capsys):
     rows += [ROW | {"answer": "\\frac{0}{0}"}, ROW | {"problem": "2 " * 99}]
     main(*written(tmp_path, *rows), "--max-prompt-length", "40")
     output = capsys.readouterr().out
-    too_long = "2 prompt empty or longer than 40 tokens (--max-prompt-length): lines 11, 13"
-    assert f"p.jsonl: 10 rows, 3 dropped; 1 without an answer: lines 9; {too_long}\n" in output
-    assert "p.jsonl: 8 have an answer that can be graded, 2 dropped: lines 10, 12\n" in output
+    too_long = "2 prompt empty or longer than 40 tokens (raise --max-prompt-length, --max-length)"
+    assert f"p.jsonl: 10 rows, 3 dropped; 1 without an answer: lines 9; {too_long}: lines 11, 13\n" in output
+    assert "p.jsonl: 8 have an answer that can be graded, 2 have not, the first in lines 10, 12\n" in output
 
 
 def test_answers_come_from_a_boxed_solution_numbers_or_parquet(tmp_path, capsys):
@@ -347,7 +347,7 @@ def test_numbers_are_golds_that_right_answers_equal(tmp_path, grader, one_rank):
         ([ROW | {"answer": ""}], "p.jsonl: 0 rows, 1 dropped; 1 without an answer: lines 1; none is left"),
         (
             [ROW | {"answer": "\\frac{0}{0}"}],
-            "p.jsonl: 0 have an answer that can be graded, 1 dropped: lines 1",
+            "p.jsonl: 0 have an answer that can be graded, 1 have not, the first in lines 1",
         ),
         ([ROW | {"problem": " "}], "p.jsonl: 0 rows, 1 dropped; 1 prompt empty"),
         ([ROW] * 3, "3 rows are left, and a batch takes 4"),
@@ -365,14 +365,14 @@ def test_bad_rows_are_named(tmp_path, capsys, rows, said):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (["--sample-every", "0"], "--sample-every is 0; it must be at least 1"),
+        (["--sample-every", "0"], "--sample-every is 0; it must be from 1 to 1e+12"),
         (["--prompts-per-step", "0"], "--prompts-per-step is 0"),
-        (["--group-size", "1"], "--group-size is 1; it must be at least 2"),
+        (["--group-size", "1"], "--group-size is 1; it must be from 2 to 1e+12"),
         (["--temperature", "0"], "--temperature is 0.0"),
         (["--epsilon", "nan"], "--epsilon is nan"),
-        (["--beta", "-1"], "--beta is -1.0; it must be from 0 to 1e30"),
+        (["--beta", "-1"], "--beta is -1.0; it must be from 0 to 1e+30"),
         (["--eval-samples-per-problem", "0"], "--eval-samples-per-problem is 0"),
-        (["--micro-batch-tokens", "-1"], "--micro-batch-tokens is -1; it must be at least 0"),
+        (["--micro-batch-tokens", "-1"], "--micro-batch-tokens is -1; it must be from 0 to 1e+12"),
     ],
 )
 def test_values_out_of_range_name_flag_and_range(capsys, wrong, said):
@@ -401,7 +401,7 @@ def test_a_folder_with_a_run_is_refused(whole, data, capsys):
 
 
 TOO_LONG = "0 rows, 64 dropped; 64 prompt empty or longer than"
-LINES = "(--max-prompt-length): lines 1, 2, 3, 4, 5, 6, 7, 8, 9 …; none is left"
+LINES = "(raise --max-prompt-length, --max-length): lines 1, 2, 3, 4, 5, 6, 7, 8, 9 …; none is left"
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,13 @@ SIZES |= {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+NO_DROPOUT = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
 MODELS = {
     "Llama": LlamaConfig(**SIZES),
     "Qwen2, tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "Gemma 2, tied, with softcaps and a scaled embedding": Gemma2Config(**SIZES),
     "GPT-2, tied, absolute positions": GPT2Config(
-        vocab_size=99, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2
+        vocab_size=99, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2, **NO_DROPOUT
     ),
     "Mixtral": MixtralConfig(**SIZES, num_local_experts=4),
     "Qwen3-MoE": Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),

@@ -1,4 +1,4 @@
-"""Passes of even work, and sequences packed without padding: `make_passes`, `use_packing`."""
+"""Passes of even work, and sequences packed without padding: `make_passes`, `choose_attention`."""
 
 from types import SimpleNamespace
 
@@ -10,9 +10,9 @@ from test_token_logps import EXAMPLES, full_logps
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import utils
-from utils import Example, make_passes, pad_batch, token_logps, use_packing
+from utils import Example, choose_attention, make_passes, pad_batch, token_logps
 
-ARGS = SimpleNamespace(max_prompt_length=16, max_length=32, max_new_tokens=8)
+ARGS = SimpleNamespace(max_prompt_length=16, max_length=32, max_new_tokens=8, dtype="float32")
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 48, "num_key_value_heads": 2, "pad_token_id": 0}
 NO_DROPOUT = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
@@ -26,17 +26,19 @@ SHAPES = {
     "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64} | NO_DROPOUT,
     "mixtral": SIZES | {"num_local_experts": 4},
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 PADDED = {
     "a short window": ("mistral", SIZES | {"sliding_window": 47}),
     "a convolution": ("lfm2", SIZES | {"layer_types": ["conv", "full_attention"]}),
-    "a recurrence": ("qwen3_next", SIZES | {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8}),
+    "a recurrence": ("qwen3_next", SIZES | EXPERTS),
     "attention of its own": ("bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
 }
 
 
 def build(name: str, sizes: dict):
     torch.manual_seed(0)
-    dtype = torch.float32 if name == "mixtral" else torch.float64  # its experts have no float64
+    experts = name in ("mixtral", "qwen3_next")  # they have no float64
+    dtype = torch.float32 if experts else torch.float64
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes), dtype=dtype)
 
 
@@ -102,7 +104,7 @@ def test_packed_values_and_gradients_are_those_of_each_sequence_alone(name, chec
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     wanted = torch.autograd.grad((expected * weights).sum(), model.parameters())
 
-    use_packing(ARGS, model)
+    choose_attention(ARGS, model)
     assert model.config._attn_implementation == "packed"
     if checkpointing:
         model.train().gradient_checkpointing_enable({"use_reentrant": False})
@@ -118,7 +120,7 @@ def test_packed_values_and_gradients_are_those_of_each_sequence_alone(name, chec
 
 def test_a_sequence_does_not_see_the_one_before_it():
     model = build("llama", SIZES)
-    use_packing(ARGS, model)
+    choose_attention(ARGS, model)
     one, other = ([Example(1, "", [first] * 9, [3, 4]), EXAMPLES[0]] for first in (5, 6))
     a, b = (token_logps(model, *pad_batch(part, 0, "cpu")).detach() for part in (one, other))
     assert torch.equal(a[1], b[1]) and not torch.equal(a[0], b[0])
@@ -128,7 +130,7 @@ def test_a_packed_model_that_is_called_by_itself_reads_every_row_as_a_sequence()
     model = build("llama", SIZES)
     input_ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
     expected = model(input_ids).logits
-    use_packing(ARGS, model)
+    choose_attention(ARGS, model)
     torch.testing.assert_close(model(input_ids).logits, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -136,14 +138,14 @@ def test_a_packed_model_that_is_called_by_itself_reads_every_row_as_a_sequence()
 def test_other_models_stay_padded(what):
     model = build(*PADDED[what])
     before = model.config._attn_implementation
-    use_packing(ARGS, model)
+    choose_attention(ARGS, model)
     assert model.config._attn_implementation == before != "packed"
 
 
 def test_gemma_2_stays_padded_and_eager(tmp_path):
     build("gemma2", SIZES | {"head_dim": 8}).save_pretrained(tmp_path)
     model = utils.load_pretrained(AutoModelForCausalLM, str(tmp_path))
-    use_packing(ARGS, model)
+    choose_attention(ARGS, model)
     assert model.config._attn_implementation == "eager"
 
 

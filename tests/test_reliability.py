@@ -69,12 +69,12 @@ def narrower(found):
 @pytest.mark.parametrize(
     ("weights", "config", "named"),
     [
-        (without("mlp.down_proj"), {}, "missing: model.layers.0.mlp.down_proj.weight"),
-        (without("lm_head"), {}, "1 missing: lm_head.weight"),
-        (renamed, {}, "unexpected: model.layers.0.mlp.upward.weight"),
-        (narrower, {}, "1 mismatched: lm_head.weight"),
-        (dict, {"num_hidden_layers": 5}, "missing: model.layers."),
-        (dict, {"num_hidden_layers": 1}, "unexpected: model.layers.1."),
+        (without("mlp.down_proj"), {}, "missing, such as model.layers.0.mlp.down_proj.weight"),
+        (without("lm_head"), {}, "1 missing, such as lm_head.weight"),
+        (renamed, {}, "unexpected, such as model.layers.0.mlp.upward.weight"),
+        (narrower, {}, "1 mismatched, such as lm_head.weight"),
+        (dict, {"num_hidden_layers": 5}, "missing, such as model.layers."),
+        (dict, {"num_hidden_layers": 1}, "unexpected, such as model.layers.1."),
     ],
 )
 def test_weights_that_are_not_those_of_the_config_are_named(tmp_path, weights, config, named):
@@ -87,12 +87,12 @@ def test_weights_that_are_not_those_of_the_config_are_named(tmp_path, weights, c
 
 def test_a_classifier_is_no_policy_and_a_causal_model_is_no_judge(tmp_path):
     said = refused([*SHORT, "--model", str(TOY / "reward_model")])
-    assert "missing: lm_head.weight" in said and "unexpected: score.weight" in said
+    assert "missing, such as lm_head.weight" in said and "unexpected, such as score.weight" in said
     for labels in ({}, {"num_labels": 1}):
         model = changed_policy(tmp_path / f"judge{len(labels)}", **labels)
         evaluated = ["--reward-model", model, "--eval-dataset", PAIRS]
         said = refused([*SHORT, "--model", str(TOY / "policy"), *evaluated])
-        assert f"--reward-model {model}: its weights" in said and "missing: score.weight" in said
+        assert f"--reward-model {model}: its weights" in said and "missing, such as score.weight" in said
 
 
 def test_buffers_of_old_files_and_tied_heads_are_no_fault(tmp_path, tied_policy):
@@ -191,7 +191,7 @@ def test_args_json_of_another_version_names_what_this_one_does_not_know(whole, t
     settings = json.loads((folder / "args.json").read_text())
     (folder / "args.json").write_text(json.dumps(settings | {"speed": 3}))
     said = refused(["--resume", str(folder)])
-    reason = "another version of the script wrote speed 3; go on with that version"
+    reason = "another version wrote speed 3; go on with that version"
     assert said == f"error: --resume {folder}: {reason}\n"
 
 
@@ -199,9 +199,7 @@ def test_a_flag_of_another_type_in_args_json_is_named(whole, tmp_path):
     folder = shutil.copytree(whole, tmp_path / "run")
     settings = json.loads((folder / "args.json").read_text())
     (folder / "args.json").write_text(json.dumps(settings | {"k": "3"}))
-    assert f"--resume {folder}: another version of the script wrote k '3'" in refused(
-        ["--resume", str(folder)]
-    )
+    assert f"--resume {folder}: another version wrote k '3'" in refused(["--resume", str(folder)])
 
 
 @pytest.mark.parametrize("part", ["metrics.jsonl", "summary.json", "final"])
@@ -231,6 +229,28 @@ def test_a_resume_that_fails_leaves_the_folder_as_it_was(whole, tmp_path):
     assert "the checkpoint does not fit --model" in said and contents(folder) == before
     run_ranks(1, [["--resume", str(folder)]])
     same(folder, whole)
+
+
+def test_flags_with_which_a_resume_fails_are_not_kept(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    said = refused(["--resume", str(folder), "--lr", "1e30", "--num-steps", "14"])
+    assert "the update was not made" in said
+    run_ranks(1, [["--resume", str(folder)]])
+    same(folder, whole)
+
+
+def test_a_resume_says_where_it_goes_on(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    output = run_ranks(1, [["--resume", str(folder), "--num-steps", "8"]])
+    assert f"12 of 8 steps are done: goes on from {folder / 'checkpoints' / 'step-12'}\n" in output
+
+
+def test_a_run_without_checkpoints_is_not_begun_anew(whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints")
+    before = contents(folder)
+    assert f"--resume {folder}: it has no whole checkpoint" in refused(["--resume", str(folder)])
+    assert contents(folder) == before
 
 
 def test_a_run_is_resumed_by_the_script_that_made_it(whole):
@@ -274,7 +294,7 @@ def test_no_checkpoint_that_is_whole_is_an_error_and_the_metrics_stay(whole, tmp
     folder = shutil.copytree(whole, tmp_path / "run")
     for step in (folder / "checkpoints").iterdir():
         cut(step / "__0_0.distcp")
-    assert f"--resume {folder}: no checkpoint is whole" in refused(["--resume", str(folder)])
+    assert f"--resume {folder}: it has no whole checkpoint" in refused(["--resume", str(folder)])
     assert lines(folder) == 12
 
 
@@ -432,5 +452,8 @@ def test_a_run_ended_at_any_moment_goes_on_as_if_nothing_was(undisturbed, tmp_pa
     if processes[0].exitcode > 0:
         at_once, later = f"\nstopped by signal {number}\n", f" steps; to go on: --resume {folder}\n"
         assert (at_once in outputs[0]) != (later in outputs[0])
-    run_ranks(ranks, [["--resume", str(folder)]], script=script)
-    same(folder, whole)
+    if list(folder.glob("checkpoints/step-*")):
+        run_ranks(ranks, [["--resume", str(folder)]], script=script)
+        same(folder, whole)
+    elif lines(folder):
+        assert "it has no whole checkpoint" in refused(["--resume", str(folder)], script=script)

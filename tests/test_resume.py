@@ -56,12 +56,10 @@ def same(folder, whole):
         assert (folder / file).read_bytes() == (whole / file).read_bytes(), file
 
 
-@pytest.mark.parametrize(("ranks", "at"), [(1, "before the first step"), (1, 2), (1, 13), (2, 7)])
+@pytest.mark.parametrize(("ranks", "at"), [(1, 6), (1, 13), (2, 7)])
 def test_killed_and_resumed_equals_uninterrupted(uninterrupted, tmp_path, ranks, at):
     folder = tmp_path / "run"
-    arguments = [*RUN, "--output-dir", str(folder)]
-    started = (folder / "args.json").exists
-    kill_when(ranks, arguments, started if at == "before the first step" else lambda: lines(folder) >= at)
+    kill_when(ranks, [*RUN, "--output-dir", str(folder)], lambda: lines(folder) >= at)
     run_ranks(ranks, [["--resume", str(folder)]])
     same(folder, uninterrupted[ranks])
 
@@ -99,12 +97,13 @@ def test_more_steps_extend_a_finished_run_even_in_a_folder_that_was_moved(uninte
 
 def test_flags_beside_resume_win_and_are_said_and_recorded(uninterrupted, tmp_path):
     folder = shutil.copytree(uninterrupted[1], tmp_path / "run")
-    output = run_ranks(1, [["--resume", str(folder), "--lr", "1e-4", "--num-steps", "12"]])
+    flags = ["--lr", "1e-4", "--num-steps", "12", "--checkpoint-every", "6"]  # recorded with a checkpoint
+    output = run_ranks(1, [["--resume", str(folder), *flags]])
     said = next(line for line in output.splitlines() if line.startswith(f"the settings of {folder}; "))
-    assert said.count("--") == 3 + str(folder).count("--")
+    assert said.count("--") == 4 + str(folder).count("--")
     assert all(f" {flag}" in said for flag in ("--lr 1e-4", "--num-steps 12", f"--resume {folder}"))
     before, after = (json.loads((f / "args.json").read_text()) for f in (uninterrupted[1], folder))
-    assert after == before | {"lr": 1e-4, "num_steps": 12}
+    assert after == before | {"lr": 1e-4, "num_steps": 12, "checkpoint_every": 6}
     assert [step["lr"] for step in metrics(folder)][8:] == [1e-3, 1e-3, 1e-4, 1e-4]
 
 

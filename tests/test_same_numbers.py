@@ -92,7 +92,7 @@ def test_real_model_and_real_pairs_agree_over_ranks(tmp_path):
     (tmp_path / "pairs.jsonl").write_text("".join(rows))
     real = ["--model", str(SHARED / "model-stories260K"), "--dataset", str(tmp_path / "pairs.jsonl")]
     real += ["--chat-template", str(template), "--max-prompt-length", "128", "--max-length", "256"]
-    real += ["--lr", "1e-3"]
+    real += ["--lr", "1e-3", "--dtype", "float64"]
     real += ["--batch-size", "8", "--num-steps", "3", "--adam-eps", "1e-2", "--warmup-fraction", "0"]
     run_ranks(1, [[*real, "--output-dir", str(tmp_path / "one")]])
     run_ranks(2, [[*real, "--micro-batch-tokens", "1", "--output-dir", str(tmp_path / "two")]])

@@ -102,18 +102,17 @@ def test_a_template_that_loses_text_is_told(tmp_path, family):
     template = TEMPLATES / f"{family}.jinja"
     said = refused([*SHORT, "--model", str(TOY / "policy"), "--chat-template", str(template)])
     first = "lines 1, 2, 3, 4, 5, 6, 7, 8, 9 …"
-    assert f"0 rows, 128 dropped; 128 completion changed by the chat template: {first}; none is left" in said
+    assert f"0 rows, 128 dropped; 128 text changed by the chat template: {first}; none is left" in said
 
 
-def test_rows_that_spell_special_tokens_are_counted_and_kept(tmp_path):
+def test_rows_that_spell_special_tokens_are_kept(tmp_path):
     rows = [json.loads(line) for line in open(PAIRS).read().splitlines()[:12]]
     rows[2]["prompt"] += " <|end|>"
     rows[4]["chosen"] += " <|end|> rose"
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = [*SHORT, "--dataset", str(tmp_path / "rows.jsonl"), "--output-dir", str(tmp_path / "run")]
-    kept = "1 kept, though special tokens are spelt in its text: lines 3"
     dropped = "1 end of turn inside the completion: lines 5"
-    assert f"11 rows, 1 dropped; {kept}; {dropped}\n" in run_ranks(1, [run])
+    assert f"11 rows, 1 dropped; {dropped}\n" in run_ranks(1, [run])
 
 
 @pytest.mark.parametrize(

@@ -107,10 +107,3 @@ def test_an_unpredictable_first_token_is_refused():
     model = AutoModelForCausalLM.from_pretrained(TOY / "policy")
     with pytest.raises(ValueError, match="first token"):
         token_logps(model, torch.tensor([[4, 5]]), torch.ones(1, 2))
-
-
-def test_a_model_that_rescales_its_logits_is_refused():
-    model = AutoModelForCausalLM.from_pretrained(TOY / "policy")
-    model.config.logits_scaling = 8.0
-    with pytest.raises(ValueError, match="logits_scaling"):
-        token_logps(model, *pad_batch(EXAMPLES, 0, "cpu"))

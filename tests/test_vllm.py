@@ -28,12 +28,12 @@ def reports(request, tmp_path_factory, tied_policy):
 
 def test_reported_log_probs_equal_the_trainers_after_each_update(reports):
     for report in reports.values():
-        assert report["difference"][1] < 1e-4 and report["difference_after_update"][1] < 1e-4
+        assert report["difference"] < 1e-4 and report["difference_after_update"] < 1e-4
 
 
 def test_stale_weights_would_be_seen(reports):
     for report in reports.values():
-        assert report["difference_when_stale"][1] > 1e-2
+        assert report["difference_when_stale"] > 1e-2
         assert report["stale"] == report["samples"] and report["updated"] != report["samples"]
 
 
@@ -55,7 +55,7 @@ def test_online_rounds_run_with_vllm(tmp_path, ranks, variant):
     output = run_ranks(ranks, [[*run, "--output-dir", str(tmp_path / "run")]])
     steps = metrics(tmp_path / "run")
     assert "Processed prompts" in output and len(steps) == 4
-    assert all(step["rollout/logp_diff_max"] < 1e-4 for step in steps)
+    assert all(step["rollout/logp_diff_mean"] < 1e-4 for step in steps)
     assert len({step["rollout/reward_mean"] for step in steps}) == steps[-1]["rollout/round"] > 1
 
 
@@ -66,7 +66,7 @@ def test_online_kto_runs_with_vllm_on_two_ranks(tmp_path):
     output = run_ranks(2, [run], script="kto_humanline")
     steps = metrics(tmp_path / "run")
     assert "Processed prompts" in output and [step["rollout/round"] for step in steps] == [1, 2]
-    assert all(step["rollout/logp_diff_max"] < 1e-4 for step in steps)
+    assert all(step["rollout/logp_diff_mean"] < 1e-4 for step in steps)
 
 
 def test_online_grpo_runs_with_vllm_on_two_ranks_and_groups_of_8(tmp_path):
@@ -76,7 +76,7 @@ def test_online_grpo_runs_with_vllm_on_two_ranks_and_groups_of_8(tmp_path):
     output = run_ranks(2, [[*run, "--output-dir", str(tmp_path / "run")]], script="grpo_humanline")
     steps = metrics(tmp_path / "run")
     assert "Processed prompts" in output and [step["rollout/round"] for step in steps] == [1, 2]
-    assert all(step["rollout/logp_diff_max"] < 1e-4 and step["rewards/std"] > 0 for step in steps)
+    assert all(step["rollout/logp_diff_mean"] < 1e-4 and step["rewards/std"] > 0 for step in steps)
 
 
 def test_math_runs_with_vllm_on_two_ranks(tmp_path):
@@ -86,7 +86,7 @@ def test_math_runs_with_vllm_on_two_ranks(tmp_path):
     output = run_ranks(2, [[*run, str(tmp_path / "run")]], script="grpo_math_humanline")
     steps = metrics(tmp_path / "run")
     assert "Processed prompts" in output and [step["rollout/age_steps"] for step in steps] == [0, 1, 0, 1]
-    assert all(step["rollout/logp_diff_max"] < 1e-4 and 0 < step["reward/accuracy"] < 1 for step in steps)
+    assert all(step["rollout/logp_diff_mean"] < 1e-4 and 0 < step["reward/accuracy"] < 1 for step in steps)
 
 
 def test_auto_takes_vllm_where_it_is_installed(tmp_path):
