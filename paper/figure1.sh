@@ -3,7 +3,7 @@
 #
 # One line is one run, complete: start it from the repository's folder. It leaves runs/NAME with final/ (the model), metrics.jsonl, summary.json and
 # outputs.json, the 805 answers; docs/alpaca_eval.md goes on from there to LC-WR, WR and length. The paper's figures stand above the line. Everything
-# that a line does not name is a default with --model, which is the paper's setting (Tables 1 and 3). README.md says what the flags are for. None of
+# that a line does not name is a default with --model, which is the paper's setting (Tables 1 and 3). paper/README.md says what the flags are for. None of
 # these runs has been made at this scale.
 #
 # Figure 1 says that online is 1.3 to 1.6 times better than offline, and offline + humanline as good. Its numbers are Table 3's. §5.2.1 tests the

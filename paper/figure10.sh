@@ -3,7 +3,7 @@
 #
 # One line is one run, complete: start it from the repository's folder. It leaves runs/NAME with final/ (the model), metrics.jsonl, summary.json and
 # outputs.json, the 805 answers; docs/alpaca_eval.md goes on from there to LC-WR, WR and length. The paper's figures stand above the line. Everything
-# that a line does not name is a default with --model, which is the paper's setting (Tables 1 and 3). README.md says what the flags are for. None of
+# that a line does not name is a default with --model, which is the paper's setting (Tables 1 and 3). paper/README.md says what the flags are for. None of
 # these runs has been made at this scale.
 #
 # The caption says that the reference is synced after the update "every 1024 steps", the best of a sweep. 10K pairs in batches of 32 are 312 steps, so

@@ -13,7 +13,10 @@
 # violet humanline with k=20. The text does not give green's k: here it is 16, in the middle of its range. It speaks of k=1, but it does not say that
 # the figure shows it.
 #
-# --max-prompt-length 1024 keeps all 500 problems of MATH500; the authors' recipes have 512, at which four are dropped (docs/grpo_math.md).
+# --system-prompt is the authors', from the recipes of kawine/open-r1-humanline at 4cef58a. Start the lines from the repository's folder.
+#
+# --max-prompt-length 1024 keeps all 500 problems of MATH500. At 512, as in the authors' recipes, four are dropped with our own prompt
+# (docs/grpo_math.md).
 #
 # The same --output-dir in another file of this folder is the same run: where its folder holds one, the line stops with an error and trains nothing.
 # One that was interrupted goes on with its script and --resume runs/NAME in the place of all flags.
@@ -21,19 +24,19 @@
 [ -e math_train.jsonl ] || python paper/math_train.py
 
 # Online, S=1. §5.2.2: MATH500 pass@1 0.593 ± 0.019. 4 GPUs (not stated in the paper; the authors' public job script asks for 8xH100).
-torchrun --nproc-per-node 4 grpo_math_humanline.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset math_train.jsonl --no-humanline --sample-every 1 --eval-dataset HuggingFaceH4/MATH-500 --eval-samples 500 --max-prompt-length 1024 --micro-batch-tokens 20480 --gradient-checkpointing --checkpoint-every 400 --output-dir runs/math-online
+torchrun --nproc-per-node 4 grpo_math_humanline.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset math_train.jsonl --system-prompt "$(cat paper/math_system_prompt.txt)" --no-humanline --sample-every 1 --eval-dataset HuggingFaceH4/MATH-500 --eval-samples 500 --max-prompt-length 1024 --micro-batch-tokens 20480 --gradient-checkpointing --checkpoint-every 400 --output-dir runs/math-online
 
 # S=64, 64 times as much data 64 times as seldom. §5.2.2: no number in the text, significantly worse (p < 0.05). 4 GPUs (not stated in the paper; the
 # authors' public job script asks for 8xH100).
-torchrun --nproc-per-node 4 grpo_math_humanline.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset math_train.jsonl --no-humanline --eval-dataset HuggingFaceH4/MATH-500 --eval-samples 500 --max-prompt-length 1024 --micro-batch-tokens 20480 --gradient-checkpointing --checkpoint-every 400 --output-dir runs/math-s64
+torchrun --nproc-per-node 4 grpo_math_humanline.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset math_train.jsonl --system-prompt "$(cat paper/math_system_prompt.txt)" --no-humanline --eval-dataset HuggingFaceH4/MATH-500 --eval-samples 500 --max-prompt-length 1024 --micro-batch-tokens 20480 --gradient-checkpointing --checkpoint-every 400 --output-dir runs/math-s64
 
 # S=64 + humanline, k=16 (the default). §5.2.2: MATH500 pass@1 0.593 ± 0.019 "for both the online and humanline runs", k not stated. 4 GPUs (not
 # stated in the paper; the authors' public job script asks for 8xH100).
-torchrun --nproc-per-node 4 grpo_math_humanline.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset math_train.jsonl --eval-dataset HuggingFaceH4/MATH-500 --eval-samples 500 --max-prompt-length 1024 --micro-batch-tokens 20480 --gradient-checkpointing --checkpoint-every 400 --output-dir runs/math-s64-humanline-k16
+torchrun --nproc-per-node 4 grpo_math_humanline.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset math_train.jsonl --system-prompt "$(cat paper/math_system_prompt.txt)" --eval-dataset HuggingFaceH4/MATH-500 --eval-samples 500 --max-prompt-length 1024 --micro-batch-tokens 20480 --gradient-checkpointing --checkpoint-every 400 --output-dir runs/math-s64-humanline-k16
 
 # S=64 + humanline, k=20. §5.2.2: MATH500 pass@1 0.593 ± 0.019 "for both the online and humanline runs", k not stated; Figure 7: slower but more
 # stable. 4 GPUs (not stated in the paper; the authors' public job script asks for 8xH100).
-torchrun --nproc-per-node 4 grpo_math_humanline.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset math_train.jsonl --k 20 --eval-dataset HuggingFaceH4/MATH-500 --eval-samples 500 --max-prompt-length 1024 --micro-batch-tokens 20480 --gradient-checkpointing --checkpoint-every 400 --output-dir runs/math-s64-humanline-k20
+torchrun --nproc-per-node 4 grpo_math_humanline.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset math_train.jsonl --system-prompt "$(cat paper/math_system_prompt.txt)" --k 20 --eval-dataset HuggingFaceH4/MATH-500 --eval-samples 500 --max-prompt-length 1024 --micro-batch-tokens 20480 --gradient-checkpointing --checkpoint-every 400 --output-dir runs/math-s64-humanline-k20
 
 # S=64 + humanline, k=1. §5.2.2: no number, the reward collapses. 4 GPUs (not stated in the paper; the authors' public job script asks for 8xH100).
-torchrun --nproc-per-node 4 grpo_math_humanline.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset math_train.jsonl --k 1 --eval-dataset HuggingFaceH4/MATH-500 --eval-samples 500 --max-prompt-length 1024 --micro-batch-tokens 20480 --gradient-checkpointing --checkpoint-every 400 --output-dir runs/math-s64-humanline-k1
+torchrun --nproc-per-node 4 grpo_math_humanline.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset math_train.jsonl --system-prompt "$(cat paper/math_system_prompt.txt)" --k 1 --eval-dataset HuggingFaceH4/MATH-500 --eval-samples 500 --max-prompt-length 1024 --micro-batch-tokens 20480 --gradient-checkpointing --checkpoint-every 400 --output-dir runs/math-s64-humanline-k1

@@ -21,6 +21,7 @@ BEFORE = {  # what a file does first: the shell's line, and the program that it 
     "[ -e math_train.jsonl ] || python paper/math_train.py": "python paper/math_train.py",
 }
 LLAMA, LLAMA_DATA = "meta-llama/Meta-Llama-3-8B-Instruct", "princeton-nlp/llama3-ultrafeedback-armorm"
+SYSTEM_PROMPT = "$(cat paper/math_system_prompt.txt)"  # as a line has it, between double quotes
 GEMMA, GEMMA_DATA = "google/gemma-2-27b-it", "princeton-nlp/gemma2-ultrafeedback-armorm"
 QUARTILES = f"torchrun --nproc-per-node 4 paper/quartiles.py --model {LLAMA} --dataset {LLAMA_DATA} "
 QUARTILES += "--dataset-split 'train[:10000]' --out runs/quartiles"
@@ -150,6 +151,7 @@ def on_gemma(name: str) -> Expected:
 
 def on_math(humanline: bool, sample_every: int, k: int) -> Expected:
     data = {"model": "Qwen/Qwen2.5-1.5B-Instruct", "dataset": "math_train.jsonl"}
+    data["system_prompt"] = SYSTEM_PROMPT
     same = sample_every == 1 or (humanline and k != 1)
     told = ["MATH500 pass@1 0.593 ± 0.019"] if same else ["no number"]
     return expect("grpo_math", told, **TABLE_2 | data, humanline=humanline, sample_every=sample_every, k=k)
@@ -271,7 +273,8 @@ def runs_of(name: str, text: str, folder, monkeypatch) -> list[Run]:
     for comment, line in lines_of(text):
         if line in BEFORE or shlex.split(line) == shlex.split(QUARTILES):
             continue
-        assert not re.search(r"[$\\`(){};&|<>]", line), f"{name}: not a complete line: {line}"
+        plain = line.replace(f'"{SYSTEM_PROMPT}"', "")
+        assert not re.search(r"[$\\`(){};&|<>]", plain), f"{name}: not a complete line: {line}"
         start = line
         if name == "figure11":
             start = line.removeprefix("time ")
@@ -398,6 +401,8 @@ def test_bash_starts_what_the_lines_say(name, present, tmp_path):
     if present:
         (tmp_path / "ref.json").touch()
         (tmp_path / "math_train.jsonl").touch()
+    (tmp_path / "paper").symlink_to(ROOT / "paper")
+    system_prompt = (ROOT / "paper" / "math_system_prompt.txt").read_text().strip()
     env = os.environ | {"PATH": f"{programs}:/usr/bin:/bin"}
     done = subprocess.run(["bash", file], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     assert not done.stdout and (name == "figure11" or not done.stderr)
@@ -408,6 +413,8 @@ def test_bash_starts_what_the_lines_say(name, present, tmp_path):
         for line in lines
         if not (present and line in BEFORE)
     ]
+    for words in wanted:
+        words[:] = [system_prompt if word == SYSTEM_PROMPT else word for word in words]
     assert calls == wanted
 
 
