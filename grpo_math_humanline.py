@@ -34,7 +34,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-import datasets
 import numpy as np
 import pyarrow.parquet
 import torch
@@ -120,7 +119,9 @@ class Args:
     model: str = ""  # folder or Hub name; empty: the toy and its settings
     chat_template: str = ""  # Jinja file
     eos_token: str = ""  # that ends a turn; empty: the tokenizer's
-    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16, on the CPU float32
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = (
+        "auto"  # auto: bfloat16; CPU: float32, toy float64
+    )
     gradient_checkpointing: bool = False  # less memory, more time
     shard_size: CountOr0 = 0  # ranks that share a copy (HSDP), such as those of a machine; 0: all
     trust_remote_code: bool = False  # run a model's own Python code
@@ -146,7 +147,6 @@ class Args:
 FOLDER = Path(__file__).resolve().parent / "toy" / "shell_game"
 TOY = dict(
     model=f"{FOLDER}/policy",
-    dtype="float64",
     dataset=f"{FOLDER}/problems_train.jsonl.gz",
     eval_dataset=f"{FOLDER}/problems_test.jsonl.gz",
     system_prompt="",
@@ -322,7 +322,7 @@ def gold_answer(row: dict):
     return answer or ""
 
 
-def keep_gradable(grader, flag, name, groups: list[tuple]):
+def keep_gradable(grader, flag, name, groups):
     """The groups whose gold answer has a value within the limits. Ends the run if there is none."""
     verdicts = judge_all(grader, [(group[0].answer, None) for group in groups])
     kept = [group for group, gradable in zip(groups, verdicts) if gradable]
@@ -352,6 +352,9 @@ def load_rows(flag: str, name: str, split: str):
         elif Path(name).exists() or name.count("/") != 1:
             raise ValueError("no .json, .jsonl (or .gz), .parquet file or Hub name")
         else:
+            import datasets  # here, since it takes a second
+
+            datasets.disable_progress_bars()
             rows = datasets.load_dataset(name, split=split)
         return dict(enumerate(rows, 1))
 
@@ -392,9 +395,9 @@ def setup(args):
     store = None if "RANK" in os.environ else dist.HashStore()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     transformers.utils.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
     if args.dtype == "auto":
-        args.dtype = "bfloat16" if device.type == "cuda" else "float32"
+        cpu_dtype = "float64" if args.model == TOY["model"] else "float32"
+        args.dtype = "bfloat16" if device.type == "cuda" else cpu_dtype
     # For the fp32 head of token_logps: TF32 has more bits than bf16, so products of bf16 factors stay exact.
     precision = "high" if args.dtype == "bfloat16" else "highest"
     torch.set_float32_matmul_precision(precision)
@@ -516,7 +519,7 @@ def start_grader(workers=0):
     from pebble import ProcessPool
 
     context = multiprocessing.get_context("forkserver")  # a fork would inherit threads of CUDA and gloo
-    imports = ["torch", "transformers.models.auto.modeling_auto", "datasets", "math_verify"]
+    imports = ["torch", "transformers.models.auto.modeling_auto", "math_verify"]
     context.set_forkserver_preload(imports)  # what a worker needs to import this file, once
     cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     workers = workers or max(1, min(cores, 8))
@@ -533,7 +536,7 @@ def start_worker():
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def judge_all(grader, jobs: list[tuple]):
+def judge_all(grader, jobs):
     """`judge` of each distinct job (gold, answer), shared out over the ranks; None where it was stopped. A
     RuntimeError if a worker was killed idle."""
     from pebble import ProcessExpired

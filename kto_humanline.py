@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import datasets
 import numpy as np
 import pyarrow.parquet
 import torch
@@ -106,7 +105,9 @@ class Args:
     model: str = ""  # folder or Hub name; empty: the toy and its settings
     chat_template: str = ""  # Jinja file
     eos_token: str = ""  # that ends a turn; empty: the tokenizer's
-    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16, on the CPU float32
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = (
+        "auto"  # auto: bfloat16; CPU: float32, toy float64
+    )
     gradient_checkpointing: bool = False  # less memory, more time
     shard_size: CountOr0 = 0  # ranks that share a copy (HSDP), such as those of a machine; 0: all
     trust_remote_code: bool = False  # run a model's own Python code
@@ -137,7 +138,6 @@ class Args:
 FOLDER = Path(__file__).resolve().parent / "toy" / "tales"
 TOY = dict(
     model=f"{FOLDER}/policy",
-    dtype="float64",
     reward_model=f"{FOLDER}/reward_model",
     dataset=f"{FOLDER}/preferences_train.jsonl.gz",
     eval_dataset=f"{FOLDER}/preferences_test.jsonl.gz",
@@ -359,6 +359,9 @@ def load_rows(flag: str, name: str, split: str):
         elif Path(name).exists() or name.count("/") != 1:
             raise ValueError("no .json, .jsonl (or .gz), .parquet file or Hub name")
         else:
+            import datasets  # here, since it takes a second
+
+            datasets.disable_progress_bars()
             rows = datasets.load_dataset(name, split=split)
         return dict(enumerate(rows, 1))
 
@@ -413,9 +416,9 @@ def setup(args):
     store = None if "RANK" in os.environ else dist.HashStore()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     transformers.utils.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
     if args.dtype == "auto":
-        args.dtype = "bfloat16" if device.type == "cuda" else "float32"
+        cpu_dtype = "float64" if args.model == TOY["model"] else "float32"
+        args.dtype = "bfloat16" if device.type == "cuda" else cpu_dtype
     # For the fp32 head of token_logps: TF32 has more bits than bf16, so products of bf16 factors stay exact.
     precision = "high" if args.dtype == "bfloat16" else "highest"
     torch.set_float32_matmul_precision(precision)

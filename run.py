@@ -30,9 +30,9 @@ Positive = Annotated[float, 1e-30, 1e30]
 NonNegative = Annotated[float, 0, 1e30]
 Share = Annotated[float, 0, 1]
 PositiveShare = Annotated[float, 1e-30, 1]
-Count = Annotated[int, 1, 1e12]
-CountOr0 = Annotated[int, 0, 1e12]
-AtLeast2 = Annotated[int, 2, 1e12]
+Count = Annotated[int, 1, 1e16]
+CountOr0 = Annotated[int, 0, 1e16]
+AtLeast2 = Annotated[int, 2, 1e16]
 Above0 = Annotated[float, 1e-30, math.inf]
 Below0 = Annotated[float, -math.inf, -1e-30]
 
@@ -176,7 +176,7 @@ def open_folder(args, file, device):
     name = args.resume or args.output_dir
     if not name:
         started = max_over_ranks(time.time(), device)  # the clocks of the ranks may differ
-        name = f"runs/{Path(file).stem}__{args.seed}__{int(started)}"
+        name = f"runs/{Path(file).stem}__{args.seed}__{int(1000 * started)}"
     folder = Path(name)
     lock = FileLock(folder / ".lock", timeout=0)
     if dist.get_rank() == 0:
@@ -358,7 +358,7 @@ class Log:
         kept = ""
         if path.exists():
             for line in path.read_text(errors="replace").splitlines(keepends=True):
-                with suppress(ValueError):  # a line that is cut, or damaged
+                with suppress(ValueError, TypeError, KeyError):  # a line that is cut, or damaged
                     if json.loads(line)["step"] < start:
                         kept += line
         write(path, kept)

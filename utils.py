@@ -11,6 +11,7 @@ import math
 import os
 import re
 import time
+from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,7 @@ from transformers import (
     GenerationConfig,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils import chat_template_utils
 
 DIVERGED = "not finite: look at the model and the data, or lower --lr or --max-grad-norm"
 
@@ -45,7 +47,7 @@ class Example(NamedTuple):
     answer: str = ""  # gold, of a math problem
 
     @property
-    def length(self) -> int:
+    def length(self):
         return len(self.prompt_ids) + len(self.completion_ids)
 
     def to_train(self, max_length):
@@ -61,7 +63,7 @@ class Tokens(NamedTuple):
     vocab_size: int  # rows of the model's embedding
 
 
-def load_tokens(args, config) -> Tokens:
+def load_tokens(args, config):
     """The tokenizer with --chat-template and --eos-token. Raises ValueError if they do not fit the model."""
     text_config = config.get_text_config()
     vocab_size = text_config.vocab_size
@@ -104,8 +106,9 @@ def load_tokens(args, config) -> Tokens:
     return Tokens(tokenizer, eos_ids, pad_id, vocab_size)
 
 
-def max_positions(text_config) -> float:
-    return getattr(text_config, "max_position_embeddings", None) or math.inf
+def max_positions(text_config):
+    mpt = getattr(text_config, "max_seq_len", None)  # MPT's name
+    return getattr(text_config, "max_position_embeddings", mpt) or math.inf
 
 
 def load_tokenizer(name, trust_remote_code):
@@ -120,19 +123,26 @@ def check_ids(tokenizer, ids: list[int], vocab_size):
         raise ValueError(f"token {token!r} has the id {largest}, and the embedding has {vocab_size} rows")
 
 
-def render(tokenizer, messages, **options) -> str:
+class FixedDate(datetime):
+    """Templates that write the date would make a run depend on its day."""
+
+    @classmethod
+    def now(cls, tz=None):
+        return cls(2024, 7, 26)
+
+
+chat_template_utils.datetime = FixedDate  # which `strftime_now` in a template calls
+
+
+def render(tokenizer, messages, **options):
     """The messages in the chat template. Raises ValueError if it refuses them."""
-
-    def fixed_date(form: str) -> str:  # templates that write the date would make a run depend on its day
-        return time.strftime(form, time.gmtime(1722e6))
-
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, strftime_now=fixed_date, **options)
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:
         raise ValueError(f"the chat template cannot render it: {error}") from error
 
 
-def show_tokens(tokens, example: Example):
+def show_tokens(tokens, example):
     """Prints what ends a turn, how a prompt ends, and how its completion begins and ends, in tokens."""
     parts = {
         "end of turn": sorted(tokens.eos_ids),
@@ -199,7 +209,7 @@ def strip_prompt(tokenizer, text_ids: list[int], prompt_ids: list[int], answer: 
             return ids[len(anchor_ids) :]
 
 
-def keeps_text(text: str, messages: list) -> bool:
+def keeps_text(text, messages):
     """Whether a rendering has the text of every message, but for white space."""
     text = "".join(text.split())
     for message in messages:
@@ -214,7 +224,7 @@ def keeps_text(text: str, messages: list) -> bool:
 OTHER_PARTS = ["tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"]
 
 
-def encode_group(args, tokens, row: int, prompt, completions: list, rewards: list[float]) -> tuple:
+def encode_group(args, tokens, row, prompt, completions: list, rewards: list[float]):
     """The examples of a row and "", or () and the reason if it cannot train.
 
     Without completions there is one example, the prompt. Prompt and completions are texts or lists of
@@ -239,17 +249,16 @@ def encode_group(args, tokens, row: int, prompt, completions: list, rewards: lis
     for answer in answers:
         if [message["role"] for message in answer] != ["assistant"] or not answer[0]["content"].strip():
             return (), "completion empty or not one assistant message"
-        if any(answer[0].get(part) for part in OTHER_PARTS):
-            return (), "completion with tool calls or reasoning beside its content"
         texts.append(answer[0]["content"])
-    if tokenizer.chat_template:
-        for answer in answers or [[]]:
-            conversation = messages + answer
-            if not keeps_text(render(tokenizer, conversation), conversation):
-                return (), "text changed by the chat template"
+    for answer in answers or [[]]:
+        conversation = messages + answer
+        if any(message.get(part) for message in conversation for part in OTHER_PARTS):
+            return (), "with tool calls or reasoning beside a message's content"
+        if tokenizer.chat_template and not keeps_text(render(tokenizer, conversation), conversation):
+            return (), "text changed by the chat template"
     repeated = [text for text in texts if text.startswith(last_turn)]
     if repeated and " " in last_turn.strip():
-        raise ValueError("a completion repeats its prompt; cut the prompt off it")
+        return (), "completion that repeats its prompt"
 
     group = []
     all_ids = [*example.prompt_ids]
@@ -268,7 +277,7 @@ def encode_group(args, tokens, row: int, prompt, completions: list, rewards: lis
     return tuple(group or [example]), ""
 
 
-def to_messages(role: str, content: str | list) -> list:
+def to_messages(role, content: str | list):
     """A text as one message, or messages as they are. A ValueError if they are no strings."""
     if not isinstance(content, list):
         content = [{"role": role, "content": content}]
@@ -416,7 +425,7 @@ def choose_attention(args, model):
     raise ValueError("a token's log-prob depends on later tokens, on noise, or on a factor of the logits")
 
 
-def may_pack(args, model) -> bool:
+def may_pack(args, model):
     """Whether tokens of a sequence meet in plain causal attention alone.
 
     Linear attention and state-space layers would carry one sequence into the next, and `packed_attention` has
@@ -481,13 +490,13 @@ def token_logps(model, input_ids, mask, temperature: float = 1.0, max_logits: in
 
     head.forward = head_forward
     if softcap:
-        config.final_logit_softcapping = None  # or the model would apply it to the log-probs
+        vars(config)["final_logit_softcapping"] = None  # or the model would apply it to the log-probs
     try:
         logps = model(**inputs, use_cache=False).logits  # (N,)
     finally:
         del head.forward
         if softcap:
-            config.final_logit_softcapping = softcap
+            vars(config)["final_logit_softcapping"] = softcap
     return torch.zeros_like(mask, dtype=logps.dtype).masked_scatter(selected, logps)
 
 
@@ -722,7 +731,7 @@ def generate_with_transformers(engine, batches, seeds, args, tokens):
 
 
 @torch.no_grad()
-def engine_difference(engine, policy, examples: list[Example], engine_logps: list, pad_id: int) -> float:
+def engine_difference(engine, policy, examples: list[Example], engine_logps: list, pad_id: int):
     """Mean |log-prob of the engine - the policy's| over the examples' tokens, in nats."""
     input_ids, mask = pad_batch(examples, pad_id, policy.device)
     logps = token_logps(policy, input_ids, mask)[mask.bool()]
@@ -745,7 +754,7 @@ def load_reward_model(name, dtype, device, trust_remote_code):
     return model, load_tokenizer(name, trust_remote_code)
 
 
-def reward_input(tokenizer, sample: Example) -> str:
+def reward_input(tokenizer, sample: Example):
     """What a reward model reads: prompt and completion, in its chat template if it has one.
 
     A completion that is not finished stands without the end of its turn.

@@ -27,6 +27,15 @@ os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
 os.environ["PYTHONUNBUFFERED"] = "1"  # what a rank prints stands in its order
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks the tests whose ids begin with a line of slow.txt; `pytest` alone leaves them out."""
+    slow = tuple((ROOT / "tests" / "slow.txt").read_text().splitlines())
+    for item in items:
+        if item.nodeid.startswith(slow):
+            item.add_marker(pytest.mark.slow)
+
+
 # A rank binds its port a while after it was chosen, so none may be one that the system hands out meanwhile
 # (they begin at 32768), or another pytest process chooses.
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", f"gw{os.getpid()}").removeprefix("gw")) % 10

@@ -303,9 +303,9 @@ def test_one_message_in_place_of_a_list_says_that_it_must_be_one(refused, datase
 
 
 @pytest.mark.parametrize("prompt", ["for king", [USER]])
-def test_a_completion_that_repeats_its_prompt_names_its_line(refused, dataset, prompt):
-    path = dataset(lines(*ROWS, {"prompt": prompt, "chosen": "for king rose", "rejected": "for king iris"}))
-    assert f"--dataset {path}, line 5: a completion repeats its prompt" in refused("--dataset", path)
+def test_a_completion_that_repeats_its_prompt_is_dropped_and_named(refused, dataset, prompt):
+    path = dataset(lines({"prompt": prompt, "chosen": "for king rose", "rejected": "for king iris"}))
+    assert "0 rows, 1 dropped; 1 completion that repeats its prompt: lines 1" in refused("--dataset", path)
 
 
 def test_columns_of_sharegpt_and_of_an_implicit_prompt_are_named(refused, dataset):
@@ -433,7 +433,7 @@ def test_ranks_that_are_no_whole_number_of_shards_are_refused(refused, script, m
             "4 ranks must be a multiple of --shard-size, "
         )
     for size in (0, 1, 2, 4):
-        script.check_flags(script.Args(shard_size=size), 8)
+        script.check_flags(script.Args(dataset="any", shard_size=size), 8)
 
 
 def test_mistyped_flag_is_refused(script, capsys):

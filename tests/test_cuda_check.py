@@ -14,7 +14,8 @@ import cuda_check  # noqa: E402
 
 SYNC = '        if sync == "before_step"'
 WRONG = [  # file, text, what takes its place
-    ("utils.py", "masked_scatter(selected, logps)", "masked_scatter(selected, 1.001 * logps)"),
+    # Not in the few tokens that a script tries at its start.
+    ("utils.py", "(selected, logps)", "(selected, logps * (1.001 if len(logps) > 64 else 1))"),
     ("dpo_humanline.py", "        optimizer.step()\n", ""),  # the update goes before the sync
     ("dpo_humanline.py", SYNC, f"        optimizer.step()\n{SYNC}"),
     ("kto_humanline.py", "    signals = Signals()", '    raise RuntimeError("broken")'),

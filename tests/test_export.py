@@ -65,7 +65,7 @@ def test_sampling_defaults_of_the_model_neither_leak_nor_break_the_export(tmp_pa
     defaults = json.loads((odd / "generation_config.json").read_text())
     defaults |= {"temperature": 0.9, "repetition_penalty": 5.0}
     (odd / "generation_config.json").write_text(json.dumps(defaults))
-    judge = ["--reward-model", JUDGE, "--eval-dataset", PAIRS, "--eval-samples", "16"]
+    judge = ["--reward-model", JUDGE, "--eval-dataset", PAIRS, "--eval-samples", "16", "--dtype", "float64"]
     for name, model in (("plain", str(TOY / "policy")), ("odd", str(odd))):
         run_ranks(1, [[*RUN, "--model", model, *judge, "--output-dir", str(tmp_path / name)]])
     plain, changed = ((tmp_path / name / "summary.json").read_text() for name in ("plain", "odd"))

@@ -71,15 +71,28 @@ def test_a_system_message_may_stand_elsewhere(template):
 @pytest.mark.parametrize(
     "part", ["tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"]
 )
-def test_parts_of_a_completion_beside_its_content_are_not_thrown_away(part):
+def test_parts_of_a_message_beside_its_content_are_not_thrown_away(part):
     full = ANSWER | {part: [{"name": "search"}] if "call" in part else "because"}
-    assert encode([USER], [[full]]) == ((), "completion with tool calls or reasoning beside its content")
+    dropped = (), "with tool calls or reasoning beside a message's content"
+    assert encode([USER], [[full]]) == encode([USER, full, USER], [[ANSWER]]) == dropped
     empty = ANSWER | {part: None if "reason" in part else []}
     assert encode([USER], [[empty]]) == encode([USER], [[ANSWER]])
 
 
 def test_a_prompt_that_ends_with_an_answer_is_dropped():
     assert encode([USER, ANSWER], [[ANSWER]]) == ((), "prompt ends with an assistant message")
+
+
+def test_a_completion_that_repeats_its_prompt_is_dropped():
+    greeting = USER | {"content": "Good morning"}
+    reply = ANSWER | {"content": "Good morning! How can I help?"}
+    assert encode([greeting], [[reply]]) == ((), "completion that repeats its prompt")
+
+
+def test_an_empty_chat_template_loses_all_text(tmp_path):
+    (tmp_path / "empty.jinja").write_text("")
+    said = refused([*SHORT, "--chat-template", str(tmp_path / "empty.jinja")])
+    assert "0 rows, 128 dropped; 128 prompt empty or longer than" in said
 
 
 def test_keys_that_arrow_fills_with_nulls_are_not_rendered():
@@ -129,6 +142,7 @@ def rope(kind, **more):
     return {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0} | more
 
 
+BY_LAYER = {"full_attention": rope("dynamic"), "sliding_attention": rope("default")}
 HALVES = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 LONG = Phi3Config(
     hidden_size=32,
@@ -144,6 +158,8 @@ LONG = Phi3Config(
     [
         (AutoConfig.for_model("llama", max_position_embeddings=1024, rope_parameters=rope("dynamic")), 1024),
         (LONG, 1024),
+        (AutoConfig.for_model("mpt", max_seq_len=1024), 1024),
+        (AutoConfig.for_model("gemma3_text", max_position_embeddings=1024, rope_parameters=BY_LAYER), 1024),
         (AutoConfig.for_model("gpt2", n_positions=1024), 1024),
         (AutoConfig.for_model("llama", max_position_embeddings=1024, rope_parameters=rope("linear")), None),
     ],
@@ -192,8 +208,8 @@ def test_a_model_whose_log_probs_are_not_its_own_is_refused(name, settings):
     ("flags", "dtype"),
     [
         ([], "float64"),
-        (["--model", str(TOY / "policy"), "--dataset", PAIRS], "float32"),
-        (["--model", str(TOY / "policy"), "--dataset", PAIRS, "--dtype", "float64"], "float64"),
+        (["--model", "mine", "--dataset", PAIRS], "float32"),
+        (["--model", "mine", "--dataset", PAIRS, "--dtype", "float64"], "float64"),
     ],
 )
 def test_on_the_cpu_the_toy_computes_in_float64_and_a_model_in_float32(flags, dtype, monkeypatch):

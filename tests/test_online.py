@@ -170,7 +170,7 @@ def test_a_threshold_that_filters_everything_stops_and_says_what_to_change(tmp_p
     [
         (["--temperature", "0"], "--temperature above 0"),
         (["--reward-model", ""], "--reward-model"),
-        (["--samples-per-prompt", "1"], "--samples-per-prompt is 1; it must be from 2 to 1e+12"),
+        (["--samples-per-prompt", "1"], "--samples-per-prompt is 1; it must be from 2 to 1e+16"),
         (["--reward-threshold", "nan"], "--reward-threshold is nan"),
     ],
 )
