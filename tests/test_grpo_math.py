@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import shutil
 import statistics
 
 import pytest
@@ -16,6 +17,7 @@ from conftest import (
     metrics,
     parse_args,
     read_pool,
+    refused,
     run_ranks,
     start_ranks,
     tokens_of,
@@ -167,6 +169,16 @@ def agree(expected, folder):
             assert b[key] == pytest.approx(a[key], rel=1e-5, abs=1e-12), (key, a["step"])
         for key in ("rollout/length_mean", "reward/accuracy", "reward/tag_count", "rewards/mean"):
             assert b[key] == pytest.approx(a[key], rel=1e-12), (key, a["step"])
+
+
+def test_samples_that_wait_keep_their_group_size(data, tmp_path):
+    folder = tmp_path / "run"
+    run = [*RUN, "--num-steps", "2", "--checkpoint-every", "1", "--dataset", data]
+    run_ranks(1, [[*run, "--output-dir", str(folder)]], script=SCRIPT)
+    shutil.rmtree(folder / "checkpoints" / "step-2")  # at step 1 four groups of four wait
+    for size in ("2", "3", "8"):
+        said = refused(["--resume", str(folder), "--group-size", size], script=SCRIPT)
+        assert said == "error: --group-size: samples in groups of another size wait for a step; keep it\n"
 
 
 def test_clipping_acts_in_these_runs(runs):
