@@ -17,6 +17,7 @@ from conftest import (
     metrics,
     parse_args,
     read_pool,
+    refused,
     run_ranks,
     start_ranks,
     tokens_of,
@@ -378,6 +379,12 @@ def agree(expected, *others):
             told = [key for key in a if key.startswith(("rewards/", "logps/", "humanline/", "rollout/r"))]
             for key in (*GRPO, *told):
                 assert b[key] == pytest.approx(a[key], rel=1e-5, abs=1e-12), (key, a["step"])
+
+
+def test_samples_that_wait_keep_their_group_size(runs, tmp_path):
+    folder = shutil.copytree(runs[1] / "0" / "round of 8", tmp_path / "run")
+    said = refused(["--resume", str(folder), "--group-size", "4"], script="grpo_humanline")
+    assert said == "error: --group-size: samples in groups of another size wait for a step; keep it\n"
 
 
 def test_both_clips_and_the_kl_penalty_were_at_work(runs):
