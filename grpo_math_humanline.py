@@ -134,6 +134,7 @@ class Args:
     seed: CountOr0 = 1  # of data order and sampling
     output_dir: str = ""  # default runs/<script>__<seed>__<time>
     resume: str = ""  # folder of a run; flags beside it win
+    track: bool = False  # log to W&B too (pip install wandb)
     checkpoint_every: CountOr0 = 100  # steps; 0: never
     keep_checkpoints: CountOr0 = 2  # the newest stay; 0: all
     eval_every: CountOr0 = 0  # steps; 0: only before and after training
@@ -811,7 +812,7 @@ def main(args: Args):
     if any(len(group) != args.group_size for group in progress.pool):
         fail("--group-size: samples in groups of another size wait for a step; keep it")
     scheduler = make_scheduler(args, optimizer, progress.step)
-    log = Log(output_dir, progress.step) if rank == 0 else None
+    log = Log(output_dir, progress.step, before) if rank == 0 else None
     sync = args.sync if args.humanline else "none"
 
     steps = range(progress.step, args.num_steps)
@@ -915,8 +916,7 @@ def main(args: Args):
     after, samples_after = evaluate(args, policy, sampler, grader, held_out)
     export(output_dir / "final", policy, tokens, final_dtype)
     if log:
-        report(output_dir, before, after, samples_before, samples_after)
-        log.writer.close()
+        report(log, output_dir, before, after, samples_before, samples_after)
     grader.stop()
     grader.join()
     dist.barrier()

@@ -8,7 +8,7 @@
 
 Differs from the paper in (docs/kto.md):
     - There is one reference point z_0 for each optimizer step, not for each microbatch.
-    - z_0 takes completions of other prompts, on pairs the next chosen; the authors' code, the next example.
+    - z_0 takes a completion of another prompt, on pairs the same half; the authors' code, the next example.
     - z_0 is the mean over all of these; the paper's listing leaves out those of exactly 0.
     - The gradient norm is one norm over all shards and ranks, not one for each rank.
     - Completion masks say which tokens count; the paper's listing counts log-ratios that are not exactly 0.
@@ -126,6 +126,7 @@ class Args:
     seed: CountOr0 = 1  # of data order and sampling
     output_dir: str = ""  # default runs/<script>__<seed>__<time>
     resume: str = ""  # folder of a run; flags beside it win
+    track: bool = False  # log to W&B too (pip install wandb)
     checkpoint_every: CountOr0 = 100  # steps; 0: never
     keep_checkpoints: CountOr0 = 2  # the newest stay; 0: all
     eval_every: CountOr0 = 0  # steps; 0: only before and after training
@@ -382,14 +383,15 @@ def draw_batch(groups: list, number: int, size: int, seed: int) -> list:
     return [groups[i] for i in order[batch * size : (batch + 1) * size]]
 
 
-def mismatch(examples: list[utils.Example]):
+def mismatch(examples: list[utils.Example], group_size: int):
     """(x, y') for z_0: every prompt with the completion of the next example that has another prompt.
 
-    Two pairs (x1: a, b), (x2: c, d) give x1: c, x1: c, x2: a, x2: a. Returns [] if there is one prompt.
+    Two pairs (x1: a, b), (x2: c, d) give x1: c, x1: d, x2: a, x2: b. Returns [] if there is one prompt.
     """
     mismatched = []
     for i, example in enumerate(examples):
-        for other in examples[i + 1 :] + examples[:i]:
+        for distance in range(group_size, len(examples), group_size):
+            other = examples[(i + distance) % len(examples)]
             if other.prompt_ids != example.prompt_ids:
                 mismatched.append(example._replace(completion_ids=other.completion_ids))
                 break
@@ -668,7 +670,7 @@ def main(args: Args):
     else:
         save_args(args, output_dir, __file__)
     scheduler = make_scheduler(args, optimizer, progress.step)
-    log = Log(output_dir, progress.step) if rank == 0 else None
+    log = Log(output_dir, progress.step, before) if rank == 0 else None
     sync = args.sync if args.humanline else "none"
     lambdas = (args.lambda_D, args.lambda_U)
 
@@ -691,7 +693,7 @@ def main(args: Args):
         examples = [x for group in batch for x in group]
         # Nothing was updated since the last sync, so both models have the same log-probs.
         in_sync = progress.last_sync == step
-        mismatched = mismatch(examples)
+        mismatched = mismatch(examples, group_size)
         if not mismatched:
             fail(f"step {step}: the batch has one prompt, and z_0 needs two; raise --batch-size")
         z_0 = 0.0 if in_sync else reference_point(args, policy, reference, mismatched, tokens.pad_id)
@@ -718,9 +720,7 @@ def main(args: Args):
                 ref_logps = logps.detach()
             log_ratio = logps - ref_logps  # (B, T)
             clipped = clip_log_ratio(args, log_ratio, mask, [(args.seed, step, i) for i in mine])
-            example_losses, rewards = kto_loss(
-                clipped, mask, desirable, z_0, args.beta, *lambdas
-            )  # (B,) each
+            example_losses, rewards = kto_loss(clipped, mask, desirable, z_0, args.beta, *lambdas)  # (B,)
             (example_losses.sum() / args.batch_size).backward()
 
             # One bad row makes z_0, and so all losses, not finite: then the rewards tell which row it is.
@@ -780,8 +780,7 @@ def main(args: Args):
     after, samples_after = evaluate(args, policy, sampler, held_out, first_evaluation)
     export(output_dir / "final", policy, tokens, final_dtype)
     if log:
-        report(output_dir, before, after, samples_before, samples_after)
-        log.writer.close()
+        report(log, output_dir, before, after, samples_before, samples_after)
     dist.barrier()
     dist.destroy_process_group()
 

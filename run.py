@@ -183,6 +183,18 @@ def open_folder(args, file, device):
         with exit_on_error(f"--output-dir {folder} (does another process use it?)"):
             folder.mkdir(parents=True, exist_ok=True)
             lock.acquire()
+        if args.track:
+            with exit_on_error("--track"):
+                import wandb  # here, since only this flag needs it
+
+                # Before a SummaryWriter is made, whose values W&B reads. A resume goes on in the same run.
+                wandb.init(
+                    project="humanline",
+                    id=folder.name,
+                    resume="allow",
+                    config=vars(args),
+                    sync_tensorboard=True,
+                )
     return folder, lock
 
 
@@ -351,9 +363,12 @@ def write(path, text):
 
 
 class Log:
-    """metrics.jsonl, and the same in TensorBoard. What an earlier run wrote from `start` on is removed."""
+    """metrics.jsonl, and the same in TensorBoard. What an earlier run wrote from `start` on is removed.
 
-    def __init__(self, folder: Path, start: int):
+    `before`: the first evaluation, for TensorBoard's step 0.
+    """
+
+    def __init__(self, folder: Path, start: int, before: dict):
         path = folder / "metrics.jsonl"
         kept = ""
         if path.exists():
@@ -364,11 +379,20 @@ class Log:
         write(path, kept)
         self.file = path.open("a", buffering=1)
         self.writer = SummaryWriter(folder, purge_step=start)
+        self.steps = start  # that are made
+        if start == 0:
+            self.write_evaluation(before)
 
     def write(self, metrics: dict):
         self.file.write(json.dumps(metrics) + "\n")
         for key, value in metrics.items():
             self.writer.add_scalar(key, value, metrics["step"])
+        self.writer.flush()  # a killed run has all steps there
+        self.steps = metrics["step"] + 1
+
+    def write_evaluation(self, statistics: dict):
+        for key, (mean, _) in statistics.items():
+            self.writer.add_scalar(key, mean, self.steps)
 
 
 def peak_memory(device) -> float:
@@ -379,9 +403,11 @@ def peak_memory(device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / units
 
 
-def report(folder, before, after, samples_before, samples_after):
+def report(log, folder, before, after, samples_before, samples_after):
     """Prints what training changed; writes summary.json, and outputs.json for AlpacaEval."""
     # What is written is written before it is printed: a terminal may be gone.
+    log.write_evaluation(after)
+    log.writer.close()
     write(folder / "summary.json", json.dumps({"before": before, "after": after}, indent=2))
     outputs = []
     for sample in samples_after:
@@ -390,8 +416,6 @@ def report(folder, before, after, samples_before, samples_after):
         write(folder / "outputs.json", json.dumps(outputs, indent=2, ensure_ascii=False))
     if after:
         print(f"\n{'mean ± standard error':24}{'before':>20}{'after':>20}")
-    else:
-        print("\nnothing was evaluated")
     for key, (mean, error) in after.items():
         first_mean, first_error = before[key]
         print(f"{key:24}{first_mean:10.3f} ± {first_error:7.3f}{mean:10.3f} ± {error:7.3f}")

@@ -29,7 +29,6 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import chat_template_utils
 
 DIVERGED = "not finite: look at the model and the data, or lower --lr or --max-grad-norm"
@@ -386,6 +385,8 @@ class HeadLogps(torch.autograd.Function):
 
 def packed_attention(module, query, key, value, attention_mask, sequence_lengths=None, **options):
     """Causal attention within each of the sequences that stand in one row, (1, heads, ΣT, head size)."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward  # it takes half a second
+
     if sequence_lengths is None:  # not called by `token_logps`
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     queries = query.split(sequence_lengths, dim=2)
@@ -398,15 +399,13 @@ def packed_attention(module, query, key, value, attention_mask, sequence_lengths
     return torch.cat(outputs, dim=1), None
 
 
-transformers.AttentionInterface.register("packed", packed_attention)
-
-
 @torch.no_grad()
 def choose_attention(args, model):
     """Lets `token_logps` leave out padding, where a trial shows that this changes nothing.
 
     Raises ValueError if `token_logps` of a text, beside another, differs from the logits of its first half.
     """
+    transformers.AttentionInterface.register("packed", packed_attention)  # here: it takes a second
     example = Example(0, "", [1], list(range(2, 17)))
     input_ids, mask = pad_batch([example, example], 0, model.device)  # (2, 16)
     input_ids %= model.config.get_text_config().vocab_size

@@ -111,6 +111,6 @@ def test_outputs_and_samples_tell_what_was_trained(tmp_path):
 
 def test_without_evaluation_there_is_no_table_of_results(tmp_path):
     output = run_ranks(1, [[*UNEVALUATED, "--output-dir", str(tmp_path / "run")]])
-    assert "nothing was evaluated" in output and "standard error" not in output and "\nprompt: " not in output
+    assert "standard error" not in output and "\nprompt: " not in output
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == {"before": {}, "after": {}}
     assert not (tmp_path / "run" / "outputs.json").exists()

@@ -76,10 +76,13 @@ def test_desirable_and_undesirable_are_symmetric():
 
 
 def test_mismatch_takes_the_completion_of_the_next_example_with_another_prompt():
-    batch = [Example(row, "", [row], [10 * row + i], 1.0 - i) for row, i in ((1, 0), (1, 1), (2, 0), (3, 0))]
-    found = [(x.prompt_ids, x.completion_ids) for x in mismatch(batch)]
-    assert found == [([1], [20]), ([1], [20]), ([2], [30]), ([3], [10])]
-    assert mismatch(batch[:2]) == [] and mismatch(batch[:1]) == []
+    pairs = [Example(row, "", [row], [10 * row + i], 1.0 - i) for row in (1, 2, 3) for i in (0, 1)]
+    found = [(x.prompt_ids, x.completion_ids) for x in mismatch(pairs, 2)]
+    assert found == [([1], [20]), ([1], [21]), ([2], [30]), ([2], [31]), ([3], [10]), ([3], [11])]
+    singles = [Example(0, "", [prompt], [i]) for i, prompt in enumerate((1, 1, 2, 3))]
+    found = [(x.prompt_ids, x.completion_ids) for x in mismatch(singles, 1)]
+    assert found == [([1], [2]), ([1], [2]), ([2], [3]), ([3], [0])]
+    assert mismatch(pairs[:2], 2) == [] and mismatch(singles[:2], 1) == [] and mismatch(singles[:1], 1) == []
 
 
 def test_a_round_makes_the_best_desirable_and_the_worst_undesirable():
@@ -109,7 +112,9 @@ def test_z_0_by_hand(paired, tmp_path):
     )
     total = 0.0
     for i, x in enumerate(batch):
-        other = next(y for y in batch[i + 1 :] + batch[:i] if y.prompt_ids != x.prompt_ids)
+        same_half = batch[i % 2 :: 2]
+        others = same_half[i // 2 + 1 :] + same_half[: i // 2]
+        other = next(y for y in others if y.prompt_ids != x.prompt_ids)
         ids = torch.tensor([x.prompt_ids + other.completion_ids])
         mask = torch.zeros(ids.shape)
         mask[:, len(x.prompt_ids) :] = 1

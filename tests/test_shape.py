@@ -13,7 +13,7 @@ TOKENS = {  # of code at most: without comments, docstrings, line ends and inden
     "kto_humanline.py": 5500,
     "grpo_humanline.py": 5500,
     "grpo_math_humanline.py": 6300,
-    "run.py": 2700,
+    "run.py": 2830,
     "utils.py": 6900,
 }
 TOKENS_PER_LINE = {"utils.py": 10}  # of the others 9.5
