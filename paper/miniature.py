@@ -2,7 +2,9 @@
 
     pip install -r paper/requirements.txt
     python paper/miniature.py figure8 --seeds 5
+    python paper/miniature.py parity
 
+The second is one of the studies of paper/study.py, which says how they are made.
 As many runs at a time as there are cores, one thread each. Finished runs stay in runs/miniature and are not
 run again, those of another figure neither, until a script, run.py, utils.py or toy/ changes. Written are
 paper/results/NAME.csv (a row per run, with the command that repeats it), NAME_arms.csv (means, intervals,
@@ -26,7 +28,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -47,7 +49,7 @@ from run import write  # noqa: E402
 from toy.make import judge_bouquet, judge_shell_game, judge_tale  # noqa: E402
 
 SCRIPTS = ["dpo_humanline.py", "kto_humanline.py", "grpo_humanline.py", "grpo_math_humanline.py"]
-CODE = [*SCRIPTS, "run.py", "utils.py", "toy"]
+CODE = [*SCRIPTS, "run.py", "utils.py", "toy/bouquets", "toy/tales", "toy/shell_game"]
 TUNING_SEEDS = (1,)
 FIRST_SEED = 11  # reported are 11, 12, …
 # Ends that are results: a prompt's samples differ no more, only those of one prompt do, or training diverged.
@@ -56,12 +58,17 @@ COLLAPSED = (
 )
 
 
+INTERVAL = ("panel", "arm", "lr", "metric", "runs", "collapsed", "mean", "low", "high")  # of an arm's line
+
+
 class Arm(NamedTuple):
     panel: str
     name: str
     script: str  # dpo, kto, grpo or grpo_math
     flags: str  # besides the learning rate and the seed
     lrs: tuple[float, ...]  # the grid; a single one is not tuned
+    options: tuple[str, ...] = ("",)  # flags that are tuned together with the rate
+    program: str = ""  # what is started in the place of the script
 
 
 def arms(panel: str, script: str, lrs: tuple, flags: dict[str, str], common: str = "") -> list[Arm]:
@@ -92,10 +99,12 @@ TALES = (
     "--generation-batch-size 256 --max-new-tokens 64 "
     "--num-steps 320 --beta 10 --adam-eps 1e-2 --k 16"
 )
-PREPARE = (
-    "python paper/quartiles.py --model toy/bouquets/policy "
-    "--dataset toy/bouquets/preferences_train.jsonl.gz --out runs/quartiles_toy && "
-)
+PREPARE = {  # {file or folder of the flags: the command that makes it}
+    "runs/quartiles_toy": (
+        "python paper/quartiles.py --model toy/bouquets/policy "
+        "--dataset toy/bouquets/preferences_train.jsonl.gz --out runs/quartiles_toy"
+    )
+}
 QUARTERS = {}
 for i in (1, 2, 3, 4):
     QUARTERS[f"quartile {i}"] = f"--dataset runs/quartiles_toy/quartile{i}.jsonl"
@@ -141,6 +150,8 @@ def commit(name: str) -> str:
     code = list(CODE)
     if name == "figure6":
         code.append("paper/quartiles.py")
+    if name == "stale":
+        code.append("paper/variants.py")
     if git("status", "--porcelain", "--", *code):
         fail(f"{', '.join(code)}: commit the changes first; a row names the commit that repeats it")
     found = git("log", "-1", "--format=%h", "--", *code)
@@ -157,11 +168,15 @@ def fail(message: str):
     raise SystemExit(f"error: {message}")
 
 
-def command(arm: Arm, lr: float, seed: int) -> str:
-    """What repeats a run, from the root of the repository."""
-    before = PREPARE if "runs/quartiles_toy" in arm.flags else ""
-    flags = f"--engine hf --checkpoint-every 0 --lr {lr:g} --seed {seed} {arm.flags}".strip()
-    return f"{before}python {arm.script}_humanline.py {flags}"
+def command(arm: Arm, lr: float, seed: int, more: str = "") -> str:
+    """What repeats a run, from the root of the repository. more: flags of this run alone."""
+    program = arm.program or f"{arm.script}_humanline.py"
+    flags = f"--engine hf --checkpoint-every 0 --lr {lr:g} --seed {seed} {arm.flags} {more}"
+    line = f"python {program} {' '.join(flags.split())}"
+    for path, preparation in PREPARE.items():
+        if path in line:
+            line = f"{preparation} && {line}"
+    return line
 
 
 def folder_of(line: str, at: str) -> Path:
@@ -185,17 +200,8 @@ def start(line: str, folder: Path):
     shutil.rmtree(folder, ignore_errors=True)
     *_, training = line.split("&& ")
     training = f"{training} --output-dir {folder}"
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": path}
     started = time.monotonic()
-    done = subprocess.run(
-        training,
-        shell=True,
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    done = shell(training)
     end = {"seconds": round(time.monotonic() - started, 1), "failed": ""}
     if done.returncode:
         collapse = re.search(COLLAPSED, done.stderr)
@@ -206,6 +212,13 @@ def start(line: str, folder: Path):
     write(folder / "end.json", json.dumps(end))
 
 
+def shell(line: str) -> subprocess.CompletedProcess:
+    """Runs a line from the root of the repository, with this Python, on one thread."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": path}
+    return subprocess.run(line, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
 def run_all(lines: list[str], at: str):
     lines = list(dict.fromkeys(lines))
     preparations = set()
@@ -214,8 +227,7 @@ def run_all(lines: list[str], at: str):
         if before and not (folder_of(line, at) / "end.json").exists():
             preparations.add(before)
     for before in preparations:
-        _, *words = before.split()
-        subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
+        shell(before).check_returncode()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
             ended = pool.map(lambda line: run_once(line, at), lines)
@@ -231,19 +243,19 @@ def judged(script: str, folder: Path, finished: float) -> float:
         judge = judge_shell_game
         unfinished = 0  # without </answer> nothing is right
     else:
-        judge = judge_tale if "toy/tales" in args["eval_dataset"] else judge_bouquet
+        judge = judge_tale if "tales" in args["model"] else judge_bouquet
         unfinished = 1 - finished  # it costs 1
     samples = json.loads((folder / "outputs.json").read_text())
     return fmean(judge(sample["instruction"], sample["output"]) for sample in samples) - unfinished
 
 
-def result(arm: Arm, lr: float, seed: int, at: str) -> dict:
+def result(arm: Arm, lr: float, seed: int, more: str, at: str) -> dict:
     """The csv's row of a finished run.
 
     clipped: share of tokens outside the bounds, clipped or not, mean over steps. grad_norm_max: the largest
     gradient norm of a step. curve: mean of the evaluations during training.
     """
-    line = command(arm, lr, seed)
+    line = command(arm, lr, seed, more)
     folder = folder_of(line, at)
     row = {
         "command": line,
@@ -299,7 +311,7 @@ def compare(rows: list[dict], metric: str) -> list[dict]:
             "lr": runs[0]["lr"],
             "metric": metric,
             "runs": len(runs),
-            "collapsed": len(runs) - len(values),
+            "collapsed": sum(bool(row.get("failed")) for row in runs),
             "mean": np.mean(values) if values else np.nan,
             "low": low,
             "high": high,
@@ -356,10 +368,15 @@ def plot(path: Path, rows: list[dict], table: list[dict], folders: dict[str, lis
 
 def plot_panel(ax, panel: str, lines: list[dict], metrics: list[str], rows: list[dict]):
     labels = {}  # of the arms
+    trained = []
     for line in lines:
-        labels.setdefault(line["arm"], "")
+        if line["arm"] == "untrained":
+            ax.axvline(line["mean"], color=f"C{metrics.index(line['metric'])}", linestyle=":", linewidth=1)
+        else:
+            trained.append(line)
+            labels.setdefault(line["arm"], "")
     names = list(labels)
-    for line in lines:
+    for line in trained:
         arm, metric = line["arm"], line["metric"]
         number = metrics.index(metric)
         color = f"C{number}"
@@ -396,16 +413,20 @@ def arm_label(line: dict) -> str:
     return label
 
 
-def main(
-    name: Annotated[Literal[tuple(FIGURES)], tyro.conf.Positional],
-    seeds: int = 5,
-):
+def main(name: Annotated[str, tyro.conf.Positional], seeds: int = 0):
     """Args:
-    name: the figure or table.
-    seeds: reported runs of an arm.
+    name: a figure or table (FIGURES), or a study (paper/study.py).
+    seeds: reported runs of an arm; 0: 5 of a figure, all that a study plans.
     """
-    if seeds < 1:
+    from paper import study  # here, since it imports this file
+
+    if seeds < 0:
         fail(f"--seeds is {seeds}; it must be at least 1, and 2 for intervals and tests")
+    if name in study.STUDIES:
+        return study.run_study(name, seeds)
+    if name not in FIGURES:
+        fail(f"{name!r} is none of {', '.join([*FIGURES, *study.STUDIES])}")
+    seeds = seeds or 5
     at = commit(name)
     tuned_by = "eval/reward"
     shown = ["eval/reward", "judge"]
@@ -418,18 +439,18 @@ def main(
     grid = []
     for arm in FIGURES[name]:
         if len(arm.lrs) > 1:
-            grid += [(arm, lr, seed) for lr in arm.lrs for seed in TUNING_SEEDS]
+            grid += [(arm, lr, seed, "") for lr in arm.lrs for seed in TUNING_SEEDS]
     rows = run_rows(grid, at)
     best = {}
     for arm in FIGURES[name]:
         scores = []
-        for (other, lr, _), row in zip(grid, rows):
+        for (other, lr, *_), row in zip(grid, rows):
             if other is arm:
                 scores.append((row.get(tuned_by, -np.inf), lr))
         best[arm] = max(scores)[1] if scores else arm.lrs[0]
     reported = []
     for arm, lr in best.items():
-        reported += [(arm, lr, seed) for seed in range(FIRST_SEED, FIRST_SEED + seeds)]
+        reported += [(arm, lr, seed, "") for seed in range(FIRST_SEED, FIRST_SEED + seeds)]
     rows += run_rows(reported, at)
     if commit(name) != at:
         fail(f"the code was changed and committed during the runs; go back to {at}, or start again")
@@ -449,7 +470,7 @@ def main(
 
 
 def run_rows(runs: list[tuple], at: str) -> list[dict]:
-    """The csv's rows of (arm, learning rate, seed), all of which are run first if need be."""
+    """The csv's rows of (arm, learning rate, seed, more flags), all of which are run first if need be."""
     run_all([command(*one) for one in runs], at)
     return [result(*one, at) for one in runs]
 

@@ -75,6 +75,7 @@ def made_rows(values: dict[tuple, list]) -> list[dict]:
                 "phase": "reported",
                 "lr": 1.0,
                 "seed": seed,
+                "failed": "" if number is not None else "diverged",
             }
             if number is not None:
                 row["score"] = number
@@ -162,7 +163,7 @@ m.main("tiny", 2)
 def tiny(tmp_path_factory):
     """A figure of runs of two steps, in a repository of its own; the folder."""
     folder = tmp_path_factory.mktemp("tiny")
-    for path in [*miniature.CODE, "paper"]:
+    for path in [*miniature.SCRIPTS, "run.py", "utils.py", "toy", "paper"]:
         if (ROOT / path).is_dir():
             shutil.copytree(ROOT / path, folder / path)
         else:

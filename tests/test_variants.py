@@ -1,0 +1,119 @@
+"""paper/variants.py: each baseline against its formula on random tensors, its gradients, and a run."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "paper"))
+import variants  # noqa: E402
+from variants import VARIANTS, script  # noqa: E402
+
+BETA, EPSILON = 0.01, 0.2
+B, T = 6, 9
+
+
+@pytest.fixture(scope="module")
+def batch():
+    torch.manual_seed(0)
+    log_ratio = torch.randn(B, T, dtype=torch.float64)  # ratios from 0.1 to 12
+    mask = (torch.arange(T) < torch.randint(2, T + 1, (B, 1))).double()
+    return log_ratio * mask, mask, torch.tensor([1.0, -1, 0.5, -2, 1, -0.3], dtype=torch.float64)
+
+
+def objective(name: str, batch, epsilon=EPSILON):
+    """The script's loss (B, T) with a variant in the place of its function, and its gradient by token."""
+    log_ratio, mask, advantages = batch
+    function, replacement = VARIANTS[name]
+    log_ratio = log_ratio.clone().requires_grad_()
+    clipped = replacement(None, log_ratio, mask, None) if function == "clip_log_ratio" else log_ratio
+    loss_function = replacement if function == "grpo_loss" else script.grpo_loss
+    loss, ratio, k3, removed = loss_function(clipped, log_ratio, advantages, BETA, epsilon)
+    (loss * mask).sum().backward()
+    return (loss.detach() * mask).numpy(), (log_ratio.grad * mask).numpy(), removed
+
+
+def by_hand(batch) -> tuple:
+    """Ratio, advantage and KL penalty of each token, and the penalty's gradient, with numpy."""
+    x, mask, advantages = (tensor.numpy() for tensor in batch)
+    A = np.broadcast_to(advantages[:, None], x.shape)
+    return x, mask, A, np.exp(x), BETA * (np.exp(-x) + x - 1), BETA * (1 - np.exp(-x))
+
+
+@pytest.mark.parametrize("name, upper", [("clip-higher-1.28", 1.28), ("clip-higher-1.5", 1.5)])
+def test_clip_higher(name, upper, batch):
+    x, mask, A, ratio, kl, kl_slope = by_hand(batch)
+    loss, gradient, removed = objective(name, batch)
+    gone = np.where(A > 0, ratio > upper, ratio < 1 - EPSILON)
+    bounded = np.clip(ratio, 1 - EPSILON, upper)
+    np.testing.assert_allclose(loss, mask * (kl - np.minimum(A * ratio, A * bounded)), atol=1e-14)
+    np.testing.assert_allclose(gradient, mask * (kl_slope - np.where(gone, 0, A * ratio)), atol=1e-14)
+    assert (removed.numpy() == gone)[mask > 0].all() and gone[mask > 0].any()
+
+
+def test_cispo_leaves_every_token_a_gradient_with_a_weight_of_at_most_5(batch):
+    x, mask, A, ratio, kl, kl_slope = by_hand(batch)
+    loss, gradient, _ = objective("cispo", batch)
+    weight = np.minimum(ratio, 5)
+    assert (ratio > 5)[mask > 0].any()
+    np.testing.assert_allclose(loss, mask * (kl - weight * A * x), atol=1e-14)
+    np.testing.assert_allclose(gradient, mask * (kl_slope - weight * A), atol=1e-14)
+
+
+def test_icepop_removes_the_gradient_outside_its_bounds_and_weighs_the_rest_by_the_ratio(batch):
+    x, mask, A, ratio, kl, kl_slope = by_hand(batch)
+    _, gradient, _ = objective("icepop", batch, epsilon=1e9)
+    inside = (ratio >= 0.5) & (ratio <= 5)
+    assert inside[mask > 0].any() and (ratio < 0.5)[mask > 0].any() and (ratio > 5)[mask > 0].any()
+    np.testing.assert_allclose(gradient, mask * (kl_slope - inside * A * ratio), atol=1e-14)
+
+
+def test_gspo_has_one_ratio_for_a_sequence_and_clips_it(batch):
+    x, mask, A, _, kl, kl_slope = by_hand(batch)
+    loss, gradient, _ = objective("gspo", batch)
+    lengths = mask.sum(1, keepdims=True)
+    ratio = np.exp((x * mask).sum(1, keepdims=True) / lengths)  # (B, 1)
+    bounded = np.clip(ratio, 1 - EPSILON, 1 + EPSILON)
+    gone = np.where(A[:, :1] > 0, ratio > 1 + EPSILON, ratio < 1 - EPSILON)
+    assert gone.any() and not gone.all()
+    np.testing.assert_allclose(loss, mask * (kl - np.minimum(A * ratio, A * bounded)), atol=1e-14)
+    # Each of a sequence's tokens has all of its loss, lengths times, and a share 1 / lengths of its ratio.
+    np.testing.assert_allclose(gradient, mask * (kl_slope - np.where(gone, 0, A * ratio)), atol=1e-14)
+
+
+def test_m2po_removes_the_largest_log_ratios_until_the_mean_square_is_at_most_004(batch):
+    x, mask, A, ratio, kl, kl_slope = by_hand(batch)
+    _, gradient, _ = objective("m2po", batch, epsilon=1e9)
+    squares = np.where(mask > 0, x**2, -1)
+    order = [divmod(i, T) for i in np.argsort(-squares.ravel())]
+    kept = mask.copy()
+    for i, j in order:
+        if (x**2 * kept).sum() / max(kept.sum(), 1) <= 0.04:
+            break
+        kept[i, j] = 0
+    assert 0 < kept.sum() < mask.sum()
+    np.testing.assert_allclose(gradient, mask * (kl_slope - kept * A * ratio), atol=1e-14)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_on_policy_every_variant_is_the_scripts_gradient(name, batch):
+    """At ratio 1 no bound is reached, and all of them are the policy gradient."""
+    log_ratio, mask, advantages = batch
+    on_policy = (torch.zeros_like(log_ratio), mask, advantages)
+    _, gradient, _ = objective(name, on_policy)
+    expected = -(advantages[:, None] * mask).numpy()
+    np.testing.assert_allclose(gradient, expected, atol=1e-14)
+
+
+def test_a_run_of_a_variant_trains_with_it_and_an_unknown_one_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["variants.py", "ppo"])
+    with pytest.raises(SystemExit, match="must be one of clip-higher-1.28"):
+        exec(
+            compile((ROOT / "paper/variants.py").read_text(), variants.__file__, "exec"),
+            {
+                "__name__": "__main__",
+                "__file__": variants.__file__,
+            },
+        )
