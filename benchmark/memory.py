@@ -4,8 +4,8 @@
     python benchmark/memory.py --model llama-3-8b --ranks 4 --micro-batch-tokens 5000 --gradient-checkpointing
     python benchmark/memory.py --script grpo_math --model qwen2.5-1.5b --micro-batch-tokens 20480 --json
 
---model and --reward-model: a folder, of which config.json is read, or llama-3-8b, qwen2.5-1.5b, gemma-2-27b,
-llama-26m or toy. Nothing is downloaded. All flags but those of `Own` are the script's, and default to the
+--model and --reward-model: a folder or Hub name, of which config.json alone is read, or llama-3-8b,
+qwen2.5-1.5b, gemma-2-27b, llama-26m or toy. All flags but those of `Own` are the script's, and default to the
 paper's settings. One step of the script runs on fake tensors as one of --ranks ranks, and torch's
 FSDPMemTracker adds up what is alive: the script's own sharding, log-probs and loss, sequences of --max-length
 tokens, and gradients from the pass before where a step takes several. "auto" is bfloat16 for --dtype and vLLM
@@ -45,7 +45,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.initialization import no_init_weights
 
 import utils
-from run import check_flags, fail
+from run import check_flags, exit_on_error, fail
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -132,11 +132,12 @@ def read_config(script, flag: str, name: str, trust_remote_code: bool):
         name = script.TOY[key]
     if name in PRESETS:
         config = AutoConfig.for_model(**dict(zip(SHAPE, PRESETS[name])))
-    elif (Path(name) / "config.json").exists():
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    elif (Path(name) / "config.json").exists() or name.count("/") == 1:
+        with exit_on_error(f"{flag} {name}"):
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     else:
         known = ", ".join(PRESETS)
-        fail(f"{flag} {name} is neither a folder with a config.json nor one of {known}, toy")
+        fail(f"{flag} {name} is neither a folder with a config.json, a Hub name, nor one of {known}, toy")
     text = config.get_text_config()
     for key, value in text.to_dict().items():
         if "drop" in key and isinstance(value, float):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 import statsmodels.formula.api as smf
 from scipy.stats import ttest_1samp
 from statsmodels.stats.multitest import multipletests
@@ -99,15 +100,13 @@ def stale_test(rows: list[dict]) -> list[dict]:
 
 def syncing_test(rows: list[dict]) -> list[dict]:
     """Main effects of syncing, clipping and ε on the judge, by least squares."""
-    data = {"judge": [], "sync": [], "clip": [], "epsilon": []}
+    data = []
     for row in rows:
         if row["arm"] in PARTS:
             sync, clip, epsilon = row["arm"].split(", ")
-            for key, value in zip(data, (row["judge"], sync, clip, epsilon)):
-                data[key].append(value)
-    fit = smf.ols(
-        "judge ~ C(sync, Treatment('no sync')) + C(clip, Treatment('none')) + C(epsilon)", data
-    ).fit()
+            data.append({"judge": row["judge"], "sync": sync, "clip": clip, "epsilon": epsilon})
+    formula = "judge ~ C(sync, Treatment('no sync')) + C(clip, Treatment('none')) + C(epsilon)"
+    fit = smf.ols(formula, pd.DataFrame(data)).fit()
     lines = []
     for name, (low, high) in fit.conf_int().iterrows():
         line = {"panel": "GRPO offline", "first": name, "metric": "judge", "difference": fit.params[name]}

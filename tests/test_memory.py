@@ -111,7 +111,7 @@ def test_llama_3_8b_on_four_gpus():
     "flags, told",
     [
         (["--micro-bach-tokens", "2"], "--micro-batch-tokens"),
-        (["--model", "meta-llama/Meta-Llama-3-8B"], "neither a folder"),
+        (["--model", "llama-3"], "neither a folder"),
         (["--ranks", "3"], "3 ranks"),
     ],
 )
