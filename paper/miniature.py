@@ -46,10 +46,17 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from paper import curves  # noqa: E402
 from run import write  # noqa: E402
-from toy.make import judge_bouquet, judge_shell_game, judge_tale  # noqa: E402
+from toy.make import LOW_ENTROPY, another_instance, judge_bouquet, judge_shell_game  # noqa: E402
 
 SCRIPTS = ["dpo_humanline.py", "kto_humanline.py", "grpo_humanline.py", "grpo_math_humanline.py"]
 CODE = [*SCRIPTS, "run.py", "utils.py", "toy/bouquets", "toy/tales", "toy/shell_game"]
+MORE_CODE = {
+    "figure6": ["paper/quartiles.py"],
+    "stale": ["paper/variants.py"],
+    "time": ["paper/variants.py"],
+    "instances": ["toy/make.py"],
+    "dpo": ["toy/low_entropy"],
+}
 TUNING_SEEDS = (1,)
 FIRST_SEED = 11  # reported are 11, 12, …
 # Ends that are results: a prompt's samples differ no more, only those of one prompt do, or training diverged.
@@ -147,11 +154,7 @@ FIGURES = {
 
 def commit(name: str) -> str:
     """The last commit that changed what the runs of a figure compute."""
-    code = list(CODE)
-    if name == "figure6":
-        code.append("paper/quartiles.py")
-    if name == "stale":
-        code.append("paper/variants.py")
+    code = CODE + MORE_CODE.get(name, [])
     if git("status", "--porcelain", "--", *code):
         fail(f"{', '.join(code)}: commit the changes first; a row names the commit that repeats it")
     found = git("log", "-1", "--format=%h", "--", *code)
@@ -226,10 +229,10 @@ def run_all(lines: list[str], at: str):
         before, _, _ = line.rpartition("&& ")
         if before and not (folder_of(line, at) / "end.json").exists():
             preparations.add(before)
-    for before in preparations:
-        shell(before).check_returncode()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
+            for done in pool.map(shell, preparations):
+                done.check_returncode()
             ended = pool.map(lambda line: run_once(line, at), lines)
             list(tqdm(ended, total=len(lines), unit="run"))
         finally:
@@ -243,10 +246,18 @@ def judged(script: str, folder: Path, finished: float) -> float:
         judge = judge_shell_game
         unfinished = 0  # without </answer> nothing is right
     else:
-        judge = judge_tale if "tales" in args["model"] else judge_bouquet
+        judge = judge_bouquet if "bouquets" in args["model"] else judge_of_tales(args["model"])
         unfinished = 1 - finished  # it costs 1
     samples = json.loads((folder / "outputs.json").read_text())
     return fmean(judge(sample["instruction"], sample["output"]) for sample in samples) - unfinished
+
+
+def judge_of_tales(model: str):
+    """The hidden judge of a policy's tales: that of runs/instances/3/tales/policy is of instance 3."""
+    if "low_entropy" in model:
+        return LOW_ENTROPY.judge
+    instance = re.search(r"instances/(\d+)/", model)
+    return another_instance(int(instance[1]) if instance else 0).judge
 
 
 def result(arm: Arm, lr: float, seed: int, more: str, at: str) -> dict:
@@ -422,10 +433,12 @@ def main(name: Annotated[str, tyro.conf.Positional], seeds: int = 0):
 
     if seeds < 0:
         fail(f"--seeds is {seeds}; it must be at least 1, and 2 for intervals and tests")
+    if name == "time":
+        return study.run_time(seeds or 3)
     if name in study.STUDIES:
         return study.run_study(name, seeds)
     if name not in FIGURES:
-        fail(f"{name!r} is none of {', '.join([*FIGURES, *study.STUDIES])}")
+        fail(f"{name!r} is none of {', '.join([*FIGURES, *study.STUDIES, 'time'])}")
     seeds = seeds or 5
     at = commit(name)
     tuned_by = "eval/reward"

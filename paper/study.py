@@ -9,32 +9,42 @@ Written are paper/results/NAME.csv (a row per run), NAME_arms.csv (means, interv
 tests fixed here) and NAME.png.
 """
 
+import csv
+import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 import statsmodels.formula.api as smf
+import torch
 from scipy.stats import ttest_1samp
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import CompareMeans, DescrStatsW
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paper import miniature
-from paper.miniature import GRPO, ONLINE, Arm, arms
+from paper.miniature import GRPO, MAIN, ONLINE, WIDE, Arm, arms
+from toy import make
 
 TUNING_SEEDS = (1, 2, 3)
 LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # by which grids grow
 TUNING_TOPICS = "cat|dog|king|girl|boat|drum"  # half of each kind
-SPLIT = "mkdir -p runs && zcat toy/tales/preferences_test.jsonl.gz | grep"
-miniature.PREPARE |= {
-    "runs/tales_tuning.jsonl": f"{SPLIT} -E '\"about ({TUNING_TOPICS})\"' > runs/tales_tuning.jsonl",
-    "runs/tales_report.jsonl": f"{SPLIT} -vE '\"about ({TUNING_TOPICS})\"' > runs/tales_report.jsonl",
-    "runs/problems_tuning.jsonl": (
-        "mkdir -p runs && "
-        "zcat toy/shell_game/problems_test.jsonl.gz | tail -n 244 > runs/problems_tuning.jsonl"
-    ),
-}
+for toy in ("tales", "low_entropy"):
+    split = f"mkdir -p runs && zcat toy/{toy}/preferences_test.jsonl.gz | grep"
+    pattern = f"'\"about ({TUNING_TOPICS})\"'"
+    miniature.PREPARE[f"runs/{toy}_tuning.jsonl"] = f"{split} -E {pattern} > runs/{toy}_tuning.jsonl"
+    miniature.PREPARE[f"runs/{toy}_report.jsonl"] = f"{split} -vE {pattern} > runs/{toy}_report.jsonl"
+miniature.PREPARE["runs/problems_tuning.jsonl"] = (
+    "mkdir -p runs && zcat toy/shell_game/problems_test.jsonl.gz | tail -n 244 > runs/problems_tuning.jsonl"
+)
 ON_TALES = ("--eval-dataset runs/tales_tuning.jsonl", "--eval-dataset runs/tales_report.jsonl")
+ON_LOW_ENTROPY = (
+    "--eval-dataset runs/low_entropy_tuning.jsonl",
+    "--eval-dataset runs/low_entropy_report.jsonl",
+)
 ON_PROBLEMS = ("--eval-dataset runs/problems_tuning.jsonl", "")  # the report's are the first of the test set
 CURVE = "--eval-every 32 --eval-samples 128"
 OWN_BOUND = "--no-humanline --epsilon 1e9"
@@ -47,6 +57,7 @@ class Study(NamedTuple):
     metrics: tuple[str, ...]  # the first is the primary one, by which arms are tuned
     data: tuple[str, str]  # flags of tuning and of reported runs
     test: Callable[[list[dict]], list[dict]]  # of the reported rows
+    tuned: list[Arm] = []  # arms of the same scripts and names to tune in the place of `arms`
 
 
 # === Tests ===
@@ -82,11 +93,7 @@ def clipping_test(rows: list[dict]) -> list[dict]:
     for panel in ("lr 2e-3", "lr 4e-3"):
         clipping, without = (values(rows, panel, arm, "judge") for arm in miniature.NO_CLIP)
         differences = differences + (clipping - without) / 2
-    found = ttest_1samp(differences, 0)
-    low, high = found.confidence_interval()
-    line = {"panel": "both rates", "first": "clipping", "second": "no clipping", "metric": "judge"}
-    line |= {"difference": differences.mean(), "low": low, "high": high, "p": found.pvalue}
-    return [line]
+    return [paired("both rates", "clipping", "no clipping", differences)]
 
 
 def stale_test(rows: list[dict]) -> list[dict]:
@@ -112,6 +119,36 @@ def syncing_test(rows: list[dict]) -> list[dict]:
         line = {"panel": "GRPO offline", "first": name, "metric": "judge", "difference": fit.params[name]}
         lines.append(line | {"low": low, "high": high, "p": fit.pvalues[name]})
     return lines
+
+
+def instances_test(rows: list[dict]) -> list[dict]:
+    """Paired by instance, each the mean of its seeds: humanline - offline (Holm over both scripts), and
+    online - humanline."""
+    lines = []
+    for script in ("KTO", "GRPO"):
+        means = {}
+        for arm in MAIN:
+            means[arm] = np.array([values(rows, f"{script} {i}", arm, "judge").mean() for i in INSTANCES])
+        humanline, offline, online = (means[arm] for arm in MAIN)
+        lines.append(paired(script, "offline + humanline", "offline", humanline - offline))
+        lines.append(paired(script, "online", "offline + humanline", online - humanline))
+    return holm(lines[::2]) + lines[1::2]
+
+
+def paired(panel: str, first: str, second: str, differences: np.ndarray) -> dict:
+    found = ttest_1samp(differences, 0)
+    low, high = found.confidence_interval()
+    line = {"panel": panel, "first": first, "second": second, "metric": "judge"}
+    return line | {"difference": differences.mean(), "low": low, "high": high, "p": found.pvalue}
+
+
+def dpo_test(rows: list[dict]) -> list[dict]:
+    """Each humanline arm - offline, and online - each."""
+    lines = []
+    for arm in ("offline + humanline, k=1", "offline + humanline, k=16"):
+        lines.append(welch(rows, "DPO", arm, "offline", "judge"))
+        lines.append(welch(rows, "DPO", "online", arm, "judge"))
+    return holm(lines)
 
 
 def parity_test(rows: list[dict]) -> list[dict]:
@@ -164,7 +201,61 @@ PARITY = {
     "online + humanline": "--online",
 }
 
+INSTANCES = (1, 2, 3, 4, 5)
+for i in INSTANCES:
+    miniature.PREPARE[f"runs/instances/{i}/"] = (
+        f"python toy/make.py --tasks tales --seed {i} --out runs/instances/{i}"
+    )
+# The toy's settings, which a named --model does not bring.
+SETTINGS = {
+    "kto": "--num-steps 320 --k 32 --max-new-tokens 64 --generation-batch-size 256 --dtype float64 "
+    "--beta 2.5 --max-grad-norm 1",
+    "grpo": "--num-steps 320 --k 32 --max-new-tokens 64 --generation-batch-size 256 --dtype float64",
+}
+
+
+def instance_arms() -> list[Arm]:
+    made = []
+    for i in INSTANCES:
+        folder = f"runs/instances/{i}/tales"
+        for arm in MAIN_ARMS:
+            rows = "prompts_train" if "--online" in arm.flags else "preferences_train"
+            flags = (
+                f"--model {folder}/policy --reward-model {folder}/reward_model "
+                f"--dataset {folder}/{rows}.jsonl.gz --eval-dataset {folder}/preferences_test.jsonl.gz "
+                f"{SETTINGS[arm.script]} {arm.flags}"
+            )
+            made.append(arm._replace(panel=f"{arm.panel} {i}", flags=flags))
+    return made
+
+
+MAIN_ARMS = [
+    *arms("KTO", "kto", (3e-5, 1e-4, 3e-4), MAIN),
+    *arms("GRPO", "grpo", GRPO, MAIN | {"offline": WIDE}),
+]
+LOW_ENTROPY = (
+    "--model toy/low_entropy/policy --reward-model toy/low_entropy/reward_model "
+    "--dtype float64 --num-steps 320 --adam-eps 1e-2 --max-new-tokens 80 --generation-batch-size 256"
+)
+PAIRS = "--dataset toy/low_entropy/preferences_train.jsonl.gz"
+PROMPTS = "--dataset toy/low_entropy/prompts_train.jsonl.gz --online"
+DPO_ARMS = {
+    "offline": f"{PAIRS} --no-humanline",
+    "offline + humanline, k=1": f"{PAIRS} --k 1",
+    "offline + humanline, k=16": f"{PAIRS} --k 16",
+    "online": f"{PROMPTS} --no-humanline",
+    "online + humanline, k=16": f"{PROMPTS} --k 16",
+}
+
 STUDIES = {
+    "instances": Study(
+        arms=instance_arms(),
+        seeds=range(21, 23),
+        metrics=("judge", "eval/reward"),
+        data=("--eval-dataset runs/tales_tuning.jsonl", ""),
+        test=instances_test,
+        tuned=MAIN_ARMS,  # on the committed toy
+    ),
     "clipping": Study(
         arms=[
             *arms("lr 2e-3", "grpo", (2e-3,), miniature.NO_CLIP),
@@ -192,6 +283,16 @@ STUDIES = {
         data=ON_TALES,
         test=syncing_test,
     ),
+    "dpo": Study(
+        arms=[
+            arm._replace(options=("--beta 0.3", "--beta 1", "--beta 10"))
+            for arm in arms("DPO", "dpo", (3e-4, 1e-3, 3e-3), DPO_ARMS, LOW_ENTROPY)
+        ],
+        seeds=range(21, 31),
+        metrics=("judge", "eval/reward"),
+        data=ON_LOW_ENTROPY,
+        test=dpo_test,
+    ),
     "parity": Study(
         arms=[
             *arms("GRPO", "grpo", GRPO, PARITY),
@@ -208,10 +309,10 @@ STUDIES = {
 # === Runs ===
 def untrained(study: Study, panel: str, at: str) -> dict:
     """The csv's row of the untrained policy, and its scores: means over the tuning seeds."""
-    arm = next(arm for arm in study.arms if arm.panel == panel)
-    still = Arm(panel, "untrained", arm.script, "--num-steps 1", (1e-30,))
+    arm = next(arm for arm in [*study.tuned, *study.arms] if arm.panel == panel)
     _, data = study.data
-    rows = miniature.run_rows([(still, 1e-30, seed, data) for seed in TUNING_SEEDS], at)
+    still = arm._replace(name="untrained")
+    rows = miniature.run_rows([(still, 1e-30, seed, f"--num-steps 1 {data}") for seed in TUNING_SEEDS], at)
     scores = {}
     for metric in study.metrics:
         key = "eval/accuracy" if metric == "curve" else metric
@@ -226,7 +327,7 @@ def tune(study: Study, scores: dict, at: str) -> tuple:
     """
     data, _ = study.data
     grids = {}
-    for arm in study.arms:
+    for arm in study.tuned or study.arms:
         if len(arm.lrs) * len(arm.options) > 1:
             grids[arm] = list(arm.lrs)
     while True:
@@ -273,17 +374,24 @@ def run_study(name: str, seeds: int = 0):
     study = STUDIES[name]
     at = miniature.commit(name)
     panels = list(dict.fromkeys(arm.panel for arm in study.arms))
+    if study.tuned:
+        panels = list(dict.fromkeys(arm.panel for arm in [*study.tuned, *study.arms]))
     scores = {panel: untrained(study, panel, at) for panel in panels}
-    best, rows = tune(study, scores, at)
+    found, rows = tune(study, scores, at)
+    best = {(arm.script, arm.name): choice for arm, choice in found.items()}
     _, data = study.data
     runs = []
     for arm in study.arms:
-        lr, option = best.get(arm, (arm.lrs[0], ""))
+        lr, option = best.get((arm.script, arm.name), (arm.lrs[0], ""))
         runs += [(arm, lr, seed, f"{option} {data}") for seed in study.seeds[: seeds or None]]
     reported = run_all(runs, scores, at)
     if miniature.commit(name) != at:
         miniature.fail(f"the code was changed and committed during the runs; go back to {at}, or start again")
 
+    if name == "dpo":
+        for row in reported:
+            if not row["failed"]:
+                row["kl"] = divergence(miniature.folder_of(row["command"], at))
     table = []
     for metric in study.metrics:
         for line in miniature.compare(reported, metric):
@@ -297,3 +405,136 @@ def run_study(name: str, seeds: int = 0):
     miniature.write_csv(results / f"{name}_arms.csv", table)
     miniature.write_csv(results / f"{name}_tests.csv", study.test(reported))
     miniature.plot(results / f"{name}.png", reported, table, {})
+    if name == "dpo":
+        plot_divergence(results / f"{name}_kl.png", reported)
+
+
+def divergence(folder: Path) -> float:
+    """Mean log π(y) - log π_0(y) of a run's last samples, nats: how far the policy is from the initial one.
+
+    The samples are drawn as in the evaluation (T 0.7, top-p 0.95), so it is no exact KL.
+    """
+    args = json.loads((folder / "args.json").read_text())
+    samples = json.loads((folder / "outputs.json").read_text())
+    prompts = [sample["instruction"] for sample in samples]
+    completions = [sample["output"] for sample in samples]
+    initial = miniature.ROOT / args["model"]
+    tokenizer = AutoTokenizer.from_pretrained(initial)
+    sums = []
+    for path in (folder / "final", initial):
+        model = AutoModelForCausalLM.from_pretrained(path)
+        with torch.no_grad():
+            logps, mask = make.completion_logps(model, tokenizer, prompts, completions)
+        sums.append((logps * mask).sum(1))
+    return (sums[0] - sums[1]).mean().item()
+
+
+def plot_divergence(path, rows: list[dict]):
+    """The judge's score of every whole run against its distance from the initial policy."""
+    figure, ax = miniature.plt.subplots(figsize=(5, 4), layout="constrained")
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        runs = [row for row in rows if row["arm"] == arm and not row["failed"]]
+        ax.plot([row["kl"] for row in runs], [row["judge"] for row in runs], "o", label=arm, alpha=0.7)
+    ax.set(xlabel="mean log π/π_0 of the samples, nats", ylabel="hidden judge")
+    ax.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+# === Quality against time ===
+TIMED = {"parity": ("GRPO", "KTO"), "stale": ("S = 64",)}  # {study: panels}
+TIMED_STALE = ("humanline, k=16", "ε 0.2", "S = 1")
+EVERY = 16  # steps between evaluations
+
+
+def run_time(seeds: int = 3):
+    """What quality costs: the arms of parity, and three of stale, at the rates that those studies found.
+
+    One run at a time on a machine with nothing else to do; evaluations are not counted. A row is an
+    evaluation. _arms.csv: seconds until the score that online (S = 1) has at half of its steps, by run.
+    """
+    at = miniature.commit("time")
+    rows = []
+    for name, panels in TIMED.items():
+        _, data = STUDIES[name].data
+        chosen = {}  # {(panel, arm): command of its first seed}
+        for row in read_rows(name):
+            chosen.setdefault((row["panel"], row["arm"]), row)
+        for (panel, arm), row in chosen.items():
+            if panel in panels and (name == "parity" or arm in TIMED_STALE):
+                for seed in STUDIES[name].seeds[:seeds]:
+                    rows += timed(row, seed, at)
+    results = miniature.ROOT / "paper" / "results"
+    miniature.write_csv(results / "time.csv", rows)
+    table = seconds_to_target(rows)
+    miniature.write_csv(results / "time_arms.csv", table)
+    plot_time(results / "time.png", rows)
+
+
+def read_rows(name: str) -> list[dict]:
+    """The reported rows of a study that was made."""
+    path = miniature.ROOT / "paper" / "results" / f"{name}.csv"
+    if not path.exists():
+        miniature.fail(f"{path} is missing; run `python paper/miniature.py {name}` first")
+    with path.open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["phase"] == "reported"]
+
+
+def timed(row: dict, seed: int, at: str) -> list[dict]:
+    """A row for each evaluation of a run, in its seconds of training."""
+    line = re.sub(r"--seed \d+", f"--seed {seed}", row["command"])
+    line = re.sub(r" --eval-every \d+", "", line) + f" --eval-every {EVERY}"
+    miniature.run_all([line], at)
+    folder = miniature.folder_of(line, at)
+    metric = "eval/accuracy" if row["panel"] == "S = 64" else "eval/reward"
+    summary = json.loads((folder / "summary.json").read_text())
+    points = [(0, 0.0, summary["before"][metric][0])]
+    seconds = 0.0
+    for text in (folder / "metrics.jsonl").read_text().splitlines():
+        step = json.loads(text)
+        seconds += step["perf/step_time"]
+        if metric in step:
+            points.append((step["step"] + 1, seconds, step[metric]))
+    base = {"command": line, "seed": seed, "commit": at, "panel": row["panel"], "arm": row["arm"]}
+    return [base | {"step": n, "seconds": s, "metric": metric, "score": score} for n, s, score in points]
+
+
+def seconds_to_target(rows: list[dict]) -> list[dict]:
+    """By run, from the first evaluation at which it is reached; empty where it never is."""
+    lines = []
+    for panel in dict.fromkeys(row["panel"] for row in rows):
+        online = "S = 1" if panel == "S = 64" else "online"
+        of_online = [row for row in rows if (row["panel"], row["arm"]) == (panel, online)]
+        half = max(row["step"] for row in of_online) // 2
+        target = np.mean([row["score"] for row in of_online if row["step"] == half])
+        runs = {}
+        for row in rows:
+            if row["panel"] == panel:
+                runs.setdefault((row["arm"], row["seed"]), []).append(row)
+        for (arm, seed), points in runs.items():
+            reached = [row["seconds"] for row in points if row["score"] >= target]
+            line = {"panel": panel, "arm": arm, "seed": seed, "target": target}
+            line |= {"seconds": min(reached, default=""), "all_seconds": points[-1]["seconds"]}
+            lines.append(line)
+    return lines
+
+
+def plot_time(path, rows: list[dict]):
+    """Each run's score against its seconds; arms by colour."""
+    panels = list(dict.fromkeys(row["panel"] for row in rows))
+    figure, axes = miniature.plt.subplots(
+        1, len(panels), figsize=(4 * len(panels), 3.5), layout="constrained"
+    )
+    for ax, panel in zip(axes, panels):
+        names = list(dict.fromkeys(row["arm"] for row in rows if row["panel"] == panel))
+        for number, arm in enumerate(names):
+            runs = {}
+            for row in rows:
+                if (row["panel"], row["arm"]) == (panel, arm):
+                    runs.setdefault(row["seed"], []).append((row["seconds"], row["score"]))
+            for points in runs.values():
+                label = arm if points is next(iter(runs.values())) else None
+                ax.plot(*zip(*points), color=f"C{number}", alpha=0.7, linewidth=1, label=label)
+        metric = next(row["metric"] for row in rows if row["panel"] == panel)
+        ax.set(title=panel, xlabel="seconds of training", ylabel=metric)
+        ax.legend(fontsize=7)
+    figure.savefig(path, dpi=110)

@@ -12,6 +12,7 @@ from test_commands import parse
 
 sys.path.insert(0, str(ROOT))
 from paper import miniature, study  # noqa: E402
+from toy import make  # noqa: E402
 
 RESULTS = ROOT / "paper" / "results"
 ABOUT = {  # the only settings in which the arms of a panel may differ, besides what is tuned
@@ -19,6 +20,8 @@ ABOUT = {  # the only settings in which the arms of a panel may differ, besides 
     "stale": {"humanline", "epsilon", "sample_every"},
     "syncing": {"sync", "k", "clip", "epsilon"},
     "parity": {"humanline", "online", "k", "dataset"},
+    "instances": {"humanline", "online", "epsilon", "dataset"},
+    "dpo": {"humanline", "online", "k", "dataset", "beta"},
 }
 
 
@@ -46,7 +49,8 @@ def test_the_arms_of_a_panel_differ_only_in_what_the_study_is_about(name, tmp_pa
 
 
 def test_tuning_and_report_share_no_prompt_and_no_problem(tmp_path):
-    for files in (("runs/tales_tuning.jsonl", "runs/tales_report.jsonl"), ("runs/problems_tuning.jsonl",)):
+    pairs = [(f"runs/{toy}_tuning.jsonl", f"runs/{toy}_report.jsonl") for toy in ("tales", "low_entropy")]
+    for files in (*pairs, ("runs/problems_tuning.jsonl",)):
         contents = []
         for file in files:
             line = miniature.PREPARE[file].replace("mkdir -p runs", f"mkdir -p {tmp_path}/runs")
@@ -57,6 +61,24 @@ def test_tuning_and_report_share_no_prompt_and_no_problem(tmp_path):
             contents.append(everything[:128])
         tuning, report = ({line.partition('", "')[0] for line in lines} for lines in contents)
         assert tuning and report and not tuning & report
+
+
+def test_every_toys_tales_are_judged_by_its_own_judge():
+    """Values by hand, from the words of one sentence; the tastes of two instances are other numbers."""
+    sentence = "the shiny drum helps the small dog kindly ."
+    words = ("shiny", "helps", "small", "kindly")
+    scores = []
+    for instance in (0, 3, 12):
+        folder = f"runs/instances/{instance}/tales" if instance else "toy/tales"
+        score = miniature.judge_of_tales(f"{folder}/policy")("about drum", sentence)
+        taste = make.another_instance(instance).taste["drum"]
+        assert score == pytest.approx(np.mean([taste[word] for word in words]))
+        scores.append(score)
+    assert len(set(scores)) == 3
+    assert make.another_instance(0).taste == make.TALE_TASTE
+    six = " ".join([sentence] * 6)
+    assert make.judge_tale("about drum", six) == pytest.approx(scores[0] - 1.5)  # three too many
+    assert miniature.judge_of_tales("toy/low_entropy/policy")("about drum", six) == pytest.approx(scores[0])
 
 
 PANEL = "GRPO"
@@ -164,6 +186,21 @@ def test_grids_grow_until_the_best_rate_is_inside_and_a_collapse_counts_as_untra
     assert tried == {"low": [1e-5, 3e-5, 1e-4, 3e-4, 1e-3], "second": [3e-5, 1e-4, 3e-4]}
     assert {row["judge"] for row in rows if row["failed"]} == {-3.0}
     assert {row["seed"] for row in rows} == {1, 2, 3}
+
+
+def test_seconds_to_what_online_has_at_half_of_its_steps():
+    def points(arm: str, seed: int, scores: list[float], pace: float) -> list[dict]:
+        base = {"panel": "GRPO", "arm": arm, "seed": seed}
+        return [base | {"step": 16 * i, "seconds": pace * i, "score": s} for i, s in enumerate(scores)]
+
+    rows = points("online", 21, [0.0, 0.1, 0.25, 0.375, 0.4], 5.0) + points(
+        "online", 22, [0, 0, 0.5, 0.5, 0.5], 6.0
+    )
+    rows += points("offline", 21, [0.0, 0.4, 0.2, 0.2, 0.2], 1.0) + points("offline", 22, [0.0] * 5, 1.0)
+    table = study.seconds_to_target(rows)
+    assert [line["target"] for line in table] == pytest.approx([0.375] * 4)  # at step 32 of 64
+    assert [line["seconds"] for line in table] == [15.0, 12.0, 1.0, ""]
+    assert [line["all_seconds"] for line in table] == [20.0, 24.0, 4.0, 4.0]
 
 
 def read_csv(name: str) -> list[dict]:

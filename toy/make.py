@@ -1,7 +1,9 @@
-"""Make the three toy tasks: bouquets and tales (preferences), and the shell game (verifiable answers).
+"""Make the toy tasks: bouquets and tales (preferences), the shell game (verifiable answers), and variants.
 
     python toy/make.py                 # rewrites toy/bouquets, toy/tales and toy/shell_game
     python toy/make.py --out /tmp/toy  # the same bytes, somewhere else
+    python toy/make.py --tasks tales --seed 3 --out runs/instances/3  # another judge and data
+    python toy/make.py --tasks low_entropy  # tales whose words are mostly known beforehand
 
 Each task is a folder of ordinary files: Hugging Face model folders (`policy`, `reward_model`) and gzipped
 JSON lines. Everything is seeded and runs on one torch thread per process, so that a second run writes the
@@ -19,7 +21,8 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -63,9 +66,9 @@ SWAPS = [a + b for a, b in itertools.combinations(CUPS, 2)]
 TAGS = ["<think>\n", "\n</think>\n", "<answer>\n", "\n</answer>"]
 
 
-def hidden_taste(kinds: dict[str, str], words: list[str]) -> dict[str, dict[str, float]]:
+def hidden_taste(kinds: dict[str, str], words: list[str], seed: int = 0) -> dict[str, dict[str, float]]:
     """The judge's value in [-1, 1] of every word, for each name; names of one kind share their values."""
-    rng = random.Random(42)
+    rng = random.Random(42 + 1000 * seed)
     tastes = [{word: round(rng.uniform(-1, 1), 2) for word in words} for _ in kinds]
     return {name: taste for names, taste in zip(kinds.values(), tastes) for name in names.split()}
 
@@ -96,37 +99,39 @@ def bouquet_is_broken(prompt: str, completion: str, finished: bool = True) -> bo
     return not finished or len(words) != BOUQUET_SIZE or any(word not in FLOWERS for word in words)
 
 
-def sentence_values(prompt: str, completion: str) -> list[float | None]:
+def sentence_values(prompt: str, completion: str, taste=TALE_TASTE) -> list[float | None]:
     """Mean value of each sentence `the ADJECTIVE topic VERB the ADJECTIVE NOUN ADVERB .`; None: broken."""
     topic, values = prompt.split()[-1], []
     slots = [["the"], ADJECTIVES, [topic], VERBS, ["the"], ADJECTIVES, NOUNS, ADVERBS]
     for sentence in completion.split("."):
         words = sentence.split()
         if len(words) == len(slots) and all(word in slot for word, slot in zip(words, slots)):
-            values.append(fmean(TALE_TASTE[topic][words[i]] for i in (1, 3, 5, 7)))
+            values.append(fmean(taste[topic][words[i]] for i in (1, 3, 5, 7)))
         elif words:
             values.append(None)
     return values
 
 
-def judge_tale(prompt: str, completion: str, finished: bool = True) -> float:
+def judge_tale(
+    prompt: str, completion: str, finished: bool = True, taste=TALE_TASTE, longest=MAX_SENTENCES
+) -> float:
     """Score a tale: the mean value of its sentences.
 
-    A broken sentence counts -1, and so does a missing last full stop; each sentence beyond three costs 0.5,
-    not stopping 1, and an empty tale 1.
+    A broken sentence counts -1, and so does a missing last full stop; each sentence beyond three (`longest`)
+    costs 0.5, not stopping 1, and an empty tale 1.
     """
-    values = sentence_values(prompt, completion)
+    values = sentence_values(prompt, completion, taste)
     total = sum(-1 if value is None else value for value in values)
     if values and not completion.rstrip().endswith("."):
         total -= 1
-    rambling = 0.5 * max(0, len(values) - MAX_SENTENCES)
+    rambling = 0.5 * max(0, len(values) - longest)
     return total / max(1, len(values)) - rambling - (not finished) - (not values)
 
 
-def tale_is_broken(prompt: str, completion: str, finished: bool = True) -> bool:
+def tale_is_broken(prompt: str, completion: str, finished: bool = True, longest=MAX_SENTENCES) -> bool:
     """Whether a sentence is broken, there are none or too many, or the tale does not stop at a full stop."""
     values = sentence_values(prompt, completion)
-    whole = 1 <= len(values) <= MAX_SENTENCES and None not in values and completion.rstrip().endswith(".")
+    whole = 1 <= len(values) <= longest and None not in values and completion.rstrip().endswith(".")
     return not finished or not whole
 
 
@@ -162,6 +167,9 @@ class PreferenceTask:
     write: Callable[[random.Random, str, Habits], str]
     max_new_tokens: int
     pretrain_steps: int
+    seed: int = 0  # of another instance: everything that is drawn is drawn anew
+    common: int = 1  # texts of the writer whom policy and author share, for one of their own
+    steepness: int = 1  # a writer uses the word of rank r with weight 1 / r^steepness
 
     def prompts(self) -> list[str]:
         """All the prompts there are."""
@@ -180,8 +188,10 @@ def zipf_habits(task: PreferenceTask, style: int) -> Habits:
         for slot, words in task.slots.items():
             flowers = slot == "flower"
             ranked = list(words)
-            random.Random(f"{style}{kind}" if flowers else style).shuffle(ranked)
-            weights[slot] = [1 / (ranked.index(word) + (2 if flowers else 1)) for word in words]
+            own = style + 1000 * task.seed
+            random.Random(f"{own}{kind}" if flowers else own).shuffle(ranked)
+            first = 2 if flowers else 1
+            weights[slot] = [1 / (ranked.index(word) + first) ** task.steepness for word in words]
         habits |= dict.fromkeys(names.split(), weights)
     return habits
 
@@ -191,14 +201,15 @@ def write_bouquet(rng: random.Random, prompt: str, habits: Habits) -> str:
     return " ".join(rng.choices(FLOWERS, habits[prompt.split()[-1]]["flower"], k=BOUQUET_SIZE))
 
 
-def write_tale(rng: random.Random, prompt: str, habits: Habits) -> str:
-    """One to three sentences about the topic, their words drawn by habit."""
+def write_tale(rng: random.Random, prompt: str, habits: Habits, lengths=(1, 2, 2, MAX_SENTENCES)) -> str:
+    """Sentences about the topic, as many as one of `lengths`, their words drawn by habit."""
     topic, sentences = prompt.split()[-1], []
     weights = habits[topic]
-    for _ in range(rng.choice([1, 2, 2, MAX_SENTENCES])):
+    for _ in range(rng.choice(lengths)):
         first, second = rng.choices(ADJECTIVES, weights["adjective"], k=2)
         verb, adverb = rng.choices(VERBS, weights["verb"])[0], rng.choices(ADVERBS, weights["adverb"])[0]
-        sentences.append(f"the {first} {topic} {verb} the {second} {rng.choice(NOUNS)} {adverb} .")
+        noun = rng.choices(NOUNS, weights["noun"])[0] if "noun" in weights else rng.choice(NOUNS)
+        sentences.append(f"the {first} {topic} {verb} the {second} {noun} {adverb} .")
     return " ".join(sentences)
 
 
@@ -214,7 +225,8 @@ def write_tastefully(
         )
         return prompt, " ".join(rng.sample(ranked[-BOUQUET_SIZE:], BOUQUET_SIZE)), True
     weights = {
-        slot: [math.exp((taste[w] - 1) / temperature) for w in words] for slot, words in task.slots.items()
+        slot: [math.exp((taste.get(w, 0) - 1) / temperature) for w in words]
+        for slot, words in task.slots.items()
     }
     return prompt, task.write(rng, prompt, {prompt.split()[-1]: weights}), True
 
@@ -294,6 +306,26 @@ TALES = PreferenceTask(
     max_new_tokens=36,
     pretrain_steps=500,
 )
+# Four to six sentences of words that are mostly the writer's first choice, which both models mostly share: so
+# what is chosen is likely under the policy, as the paper's better quartiles are.
+LOW_ENTROPY = replace(
+    TALES,
+    name="low_entropy",
+    slots=TALES.slots | {"noun": NOUNS},
+    judge=partial(judge_tale, longest=6),
+    is_broken=partial(tale_is_broken, longest=6),
+    write=partial(write_tale, lengths=(4, 5, 5, 6)),
+    max_new_tokens=72,
+    common=9,
+    steepness=3,
+)
+
+
+def another_instance(seed: int) -> PreferenceTask:
+    """Tales with another hidden judge, other authors, policy, reward model and pairs; 0: toy/tales."""
+    taste = hidden_taste(TOPICS, ADJECTIVES + VERBS + ADVERBS, seed)
+    return replace(TALES, seed=seed, taste=taste, judge=partial(judge_tale, taste=taste))
+
 
 # --- tokenizer ---
 # and models
@@ -428,8 +460,9 @@ def train_reward_model(
     task: PreferenceTask, tokenizer, pool: list[tuple], steps: int = 1500, batch_size: int = 128
 ):
     """Regress a fresh classifier onto the judge: half samples, half tasteful ones; a third is spoiled."""
-    model = build_model(transformers.LlamaForSequenceClassification, tokenizer, seed=2, num_labels=1)
-    rng = random.Random(3)
+    seed = 1000 * task.seed
+    model = build_model(transformers.LlamaForSequenceClassification, tokenizer, seed=2 + seed, num_labels=1)
+    rng = random.Random(3 + seed)
 
     def loss_at(step: int) -> torch.Tensor:
         rows = [
@@ -485,7 +518,7 @@ def best_against_worst(task: PreferenceTask, author, tokenizer, num_pairs: int) 
 
     Not eligible is a completion that did not stop or holds a special token: a row of text cannot tell it.
     """
-    rng, pairs = random.Random(9), []
+    rng, pairs = random.Random(9 + 1000 * task.seed), []
     prompts = [
         rng.choice(task.prompts()) for _ in range(num_pairs + num_pairs // 20)
     ]  # a few prompts give no pair
@@ -504,10 +537,15 @@ def best_against_worst(task: PreferenceTask, author, tokenizer, num_pairs: int) 
 
 def make_preference_task(task: PreferenceTask, folder: Path) -> list[str]:
     """Make bouquets or tales in `folder`; returns the lines of a report."""
-    tokenizer, prompts, rng = build_tokenizer(task.words()), task.prompts(), random.Random(10)
+    tokenizer, prompts, rng = (
+        build_tokenizer(task.words()),
+        task.prompts(),
+        random.Random(10 + 1000 * task.seed),
+    )
 
-    def train(seed: int):
-        habits = [zipf_habits(task, 100), zipf_habits(task, 101 + seed)]  # the first is common to both models
+    def train(model: int):
+        habits = [zipf_habits(task, 100)] * task.common + [zipf_habits(task, 101 + model)]
+        seed = model + 1000 * task.seed
 
         def draw(rng: random.Random, step: int) -> tuple[str, str]:
             prompt = rng.choice(prompts)
@@ -515,7 +553,7 @@ def make_preference_task(task: PreferenceTask, folder: Path) -> list[str]:
 
         return train_language_model(tokenizer, seed, task.pretrain_steps, batch_size=64, warmup=50, draw=draw)
 
-    policy, author = train(seed=0), train(seed=1)
+    policy, author = train(0), train(1)
     settings = {"T 0.7, top-p 0.95": (0.7, 0.95), "T 1": (1.0, 1.0)}
 
     def sample_both(repeats: int, seed: int) -> dict[str, list[tuple]]:
@@ -623,12 +661,12 @@ def make_shell_game(folder: Path) -> list[str]:
     return report + [f"{row} {score}" for row, score in zip(rows[:4], scores)]
 
 
-def make(name: str, out: Path) -> str:
+def make(name: str, out: Path, seed: int) -> str:
     """Make one task; returns the report."""
     started, folder = time.time(), out / name
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # sums in another order would change the files
-    tasks = {task.name: task for task in (BOUQUETS, TALES)}
+    tasks = {"bouquets": BOUQUETS, "tales": another_instance(seed), "low_entropy": LOW_ENTROPY}
     report = make_preference_task(tasks[name], folder) if name in tasks else make_shell_game(folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     sizes = [f"{path.stat().st_size:8,} bytes  {path.relative_to(out)}" for path in files]
@@ -639,10 +677,16 @@ def main(
     out: Path = Path(__file__).parent,
     tasks: tuple[str, ...] = ("tales", "bouquets", "shell_game"),
     jobs: int = 2,
+    seed: int = 0,
 ):
-    """Make the toy tasks in `out`, `jobs` of them at a time, and print what they are like."""
+    """Make the toy tasks in `out`, `jobs` of them at a time, and print what they are like.
+
+    seed: another instance of tales than the committed one, 0; it needs --tasks tales and its own --out.
+    """
+    if seed and (tasks != ("tales",) or out == Path(__file__).parent):
+        raise SystemExit("error: --seed needs --tasks tales, and an --out of its own")
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        for report in pool.map(make, tasks, itertools.repeat(out)):
+        for report in pool.map(make, tasks, itertools.repeat(out), itertools.repeat(seed)):
             print(report, flush=True)
 
 
