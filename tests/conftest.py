@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"  # real data, where there is any
 TOY = ROOT / "toy" / "bouquets"
 PAIRS = str(ROOT / "tests" / "pairs.jsonl")  # the first 128 pairs of the toy, for short runs
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # what torchrun sets
 SCRIPTS = ["dpo_humanline", "kto_humanline", "grpo_humanline"]
 sys.path.insert(0, str(ROOT))
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for the ranks too
@@ -73,7 +74,7 @@ def context():
     if find_spec("vllm") or torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     server = multiprocessing.get_context("forkserver")
-    modules = ["math_verify", "conftest", "transformers.models.llama.modeling_llama"]
+    modules = ["grpo_math_humanline", "math_verify", "conftest", "transformers.models.llama.modeling_llama"]
     server.set_forkserver_preload([*SCRIPTS, *modules])
     return server
 
@@ -85,6 +86,12 @@ def server():
         multiprocessing.forkserver.ensure_running()
 
 
+def server_address() -> dict:
+    """Where the ranks find the fork server, whose forks their graders are too."""
+    state = vars(multiprocessing.forkserver._forkserver)
+    return {key: state[key] for key in state if key.endswith(("_address", "_authkey")) and state[key]}
+
+
 def pytest_sessionfinish():
     """Python would wait for the ranks that a failed test has left behind."""
     for process in multiprocessing.active_children():
@@ -93,14 +100,17 @@ def pytest_sessionfinish():
 
 def start_ranks(ranks, runs, worker="worker.py", script="dpo_humanline") -> list[multiprocessing.Process]:
     """Starts tests/<worker> in every rank; it runs main of `script` once for each argument list of `runs`."""
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env = {k: v for k, v in os.environ.items() if k not in LAUNCHER}
     env |= {"PORTS": json.dumps([free_port() for _ in runs]), "MASTER_ADDR": "127.0.0.1", "SCRIPT": script}
     processes = []
     for r in range(ranks):
-        own = {"RANK": str(r), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(r)} if ranks > 1 else {}
+        own = {}
+        if ranks > 1:
+            own = {"RANK": str(r), "LOCAL_RANK": str(r)}
+            own |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
         descriptor, output = tempfile.mkstemp(suffix=".rank")
         os.close(descriptor)
-        arguments = (str(ROOT / "tests" / worker), json.dumps(runs), env | own, output)
+        arguments = (str(ROOT / "tests" / worker), json.dumps(runs), env | own, output, server_address())
         processes.append(context().Process(target=start_worker, args=arguments, name=output))
         processes[-1].start()
     return processes
