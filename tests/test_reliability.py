@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 SHORT = ["--num-steps", "2", "--batch-size", "4", "--eval-samples", "0", "--checkpoint-every", "0"]
 SHORT += ["--k", "2", "--dtype", "float64"]
 SHORT += ["--dataset", PAIRS, "--max-new-tokens", "8", "--engine", "hf"]
-RUN = ["--num-steps", "12", "--k", "3", "--batch-size", "8", "--checkpoint-every", "4", "--eval-samples", "8"]
+RUN = ["--num-steps", "12", "--k", "3", "--batch-size", "8", "--checkpoint-every", "4", "--eval-samples", "2"]
 RUN += ["--dataset", PAIRS, "--eval-dataset", PAIRS, "--max-new-tokens", "12", "--engine", "hf"]
 
 
