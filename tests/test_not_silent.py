@@ -80,12 +80,6 @@ def test_a_prompt_that_ends_with_an_answer_is_dropped():
     assert encode([USER, ANSWER], [[ANSWER]]) == ((), "prompt ends with an assistant message")
 
 
-def test_a_completion_that_repeats_its_prompt_is_dropped():
-    greeting = USER | {"content": "Good morning"}
-    reply = ANSWER | {"content": "Good morning! How can I help?"}
-    assert encode([greeting], [[reply]]) == ((), "completion that repeats its prompt")
-
-
 def test_an_empty_chat_template_loses_all_text(tmp_path):
     (tmp_path / "empty.jinja").write_text("")
     said = refused([*SHORT, "--chat-template", str(tmp_path / "empty.jinja")])
@@ -98,11 +92,6 @@ def test_keys_that_arrow_fills_with_nulls_are_not_rendered():
     assert encode([USER | null], [[ANSWER | null]], strict + EACH) == encode([USER], [[ANSWER]])
 
 
-def test_a_long_prompt_says_what_to_raise():
-    _, note = encode([USER | {"content": "rose " * 70}], [])
-    assert note == "prompt empty or longer than 64 tokens (raise --max-prompt-length, --max-length)"
-
-
 def test_own_data_do_not_train_the_toy(tmp_path):
     row = {
         "prompt": "What is the capital of France?",
@@ -112,10 +101,6 @@ def test_own_data_do_not_train_the_toy(tmp_path):
     (tmp_path / "mine.jsonl").write_text(json.dumps(row) + "\n")
     said = refused([*SHORT, "--dataset", str(tmp_path / "mine.jsonl")])
     assert "0 rows, 1 dropped; 1 mostly unknown to the tokenizer of --model" in said
-
-
-def test_a_model_needs_data():
-    assert refused(["--model", str(TOY / "policy")]) == f"error: --model {TOY}/policy needs a --dataset\n"
 
 
 def test_a_completion_gets_no_space_of_the_tokenizers_own():
