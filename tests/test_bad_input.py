@@ -543,10 +543,11 @@ def test_resume_of_a_folder_with_broken_args_is_refused(message, tmp_path, text)
 
 
 def test_output_dir_that_cannot_be_is_refused(refused, good):
-    for path in (good, good / "run", "/dev/null/run", "/proc/run", good.with_name("x" * 300)):
+    for path in (good, good / "run", "/dev/null/run", "/proc/run"):
         text = refused("--output-dir", path)
         assert text.startswith(f"--output-dir {path} (does another process use it?): ")
-        assert re.search("File exists|Not a directory|No such file|File name too long", text)
+        assert re.search("File exists|Not a directory|No such file", text)
+    assert "File name too long" in refused("--output-dir", good.with_name("x" * 300))
 
 
 # --- a loss that is not finite ---
