@@ -10,27 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import (
-    ROOT,
-    SHARED,
-    finish,
-    metrics,
-    parse_args,
-    read_pool,
-    run_ranks,
-    start_ranks,
-)
+from conftest import ROOT, SHARED, finish, metrics, parse_args, read_pool, run_ranks, start_ranks
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 import grpo_math_humanline
-from grpo_math_humanline import (
-    format_reward,
-    group_advantages,
-    score,
-    start_grader,
-    tag_count_reward,
-)
+from grpo_math_humanline import format_reward, group_advantages, score, start_grader, tag_count_reward
 from run import check_flags
 from utils import Example
 

@@ -162,10 +162,7 @@ def test_two_ranks_killed_and_resumed(run_on_two, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("wrong", "flag"),
-    [
-        (["--temperature", "0"], "--temperature above 0"),
-        (["--reward-model", ""], "--reward-model"),
-    ],
+    [(["--temperature", "0"], "--temperature above 0"), (["--reward-model", ""], "--reward-model")],
 )
 def test_online_needs_different_samples_and_a_judge(wrong, flag, capsys):
     with pytest.raises(SystemExit):

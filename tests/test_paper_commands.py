@@ -49,11 +49,7 @@ TABLE_2 = {
     "log_epsilon_R": 1.5,
     "num_steps": 1600,
 }
-ARMORM = {
-    "online": True,
-    "reward_model": "RLHFlow/ArmoRM-Llama3-8B-v0.1",
-    "trust_remote_code": True,
-}
+ARMORM = {"online": True, "reward_model": "RLHFlow/ArmoRM-Llama3-8B-v0.1", "trust_remote_code": True}
 
 # Not settings of training: what a run leaves, how it is evaluated, and what fits.
 APART = {"output_dir", "checkpoint_every", "gradient_checkpointing", "micro_batch_tokens", "vllm_memory"}
@@ -159,10 +155,7 @@ EXPECTED = {
         *(humanline_run("dpo", dataset=x, num_steps=78, dataset_split="train") for x in QUARTERS),
     ],
     "figure7": MATH_BASELINES + [on_math(True, 64, k) for k in (1, 16, 20)],
-    "figure8": [
-        on_llama("grpo", False, True),
-        *(humanline_run("grpo", k=k) for k in (2, 4, 8, 16, 32, 64)),
-    ],
+    "figure8": [on_llama("grpo", False, True), *(humanline_run("grpo", k=k) for k in (2, 4, 8, 16, 32, 64))],
     "figure10": [
         *main_runs("dpo"),
         *(humanline_run(method, k=32, **TRUST_REGION) for method in METHODS),

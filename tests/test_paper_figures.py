@@ -166,10 +166,7 @@ def test_runs_of_unequal_lengths_share_their_common_steps(runs):
 def test_runs_that_differ_in_the_seed_are_one_line(runs, tmp_path):
     seeds = [str(folder) for folder in seeds_of(runs)]
     plain = str(runs / "grpo-plain")
-    assert by_flags([plain, *seeds]) == {
-        "humanline=False": [plain],
-        "humanline=True": seeds,
-    }
+    assert by_flags([plain, *seeds]) == {"humanline=False": [plain], "humanline=True": seeds}
     assert by_flags(seeds) == {"grpo_humanline": seeds}
     mixed = by_flags([*seeds, plain, str(runs / "dpo")])
     assert list(mixed) == [
@@ -421,8 +418,7 @@ def column(completion: list[dict], key: str) -> list:
 
 
 @pytest.mark.parametrize(
-    ("script", "run", "synced"),
-    [("dpo", "dpo", 0), ("kto", "kto", 0), ("grpo", "grpo-1", 4)],
+    ("script", "run", "synced"), [("dpo", "dpo", 0), ("kto", "kto", 0), ("grpo", "grpo-1", 4)]
 )
 def test_a_page_has_the_log_probs_of_plain_transformers(runs, tmp_path, script, run, synced):
     """The run's final/ is the policy of step 6; the reference is the toy's, or the policy after 4 steps."""

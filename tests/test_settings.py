@@ -10,45 +10,13 @@ import torch.distributed as dist
 from conftest import PAIRS, SCRIPTS, TOY, metrics, parse_args
 
 PAPER = {  # Tables 1 to 3, offline + humanline
-    "dpo_humanline": {
-        "lr": 5e-6,
-        "beta": 0.1,
-        "k": 1,
-        "batch_size": 32,
-        "adam_eps": 1e-5,
-        "max_grad_norm": 1.0,
-    },
-    "kto_humanline": {
-        "lr": 5e-6,
-        "beta": 0.25,
-        "lambda_D": 1.1,
-        "lambda_U": 1.0,
-        "k": 1,
-        "max_grad_norm": 4.0,
-    },
-    "grpo_humanline": {
-        "lr": 5e-6,
-        "beta": 0.01,
-        "epsilon": 0.15,
-        "k": 1,
-        "batch_size": 64,
-        "max_grad_norm": 1.0,
-    },
-    "grpo_math_humanline": {
-        "lr": 1e-6,
-        "prompts_per_step": 32,
-        "group_size": 8,
-        "sample_every": 64,
-        "adam_eps": 1e-8,
-    },
+    "dpo_humanline": dict(lr=5e-6, beta=0.1, k=1, batch_size=32, adam_eps=1e-5, max_grad_norm=1.0),
+    "kto_humanline": dict(lr=5e-6, beta=0.25, lambda_D=1.1, lambda_U=1.0, k=1, max_grad_norm=4.0),
+    "grpo_humanline": dict(lr=5e-6, beta=0.01, epsilon=0.15, k=1, batch_size=64, max_grad_norm=1.0),
+    "grpo_math_humanline": dict(lr=1e-6, prompts_per_step=32, group_size=8, sample_every=64, adam_eps=1e-8),
 }
-COMMON = {
-    "log_epsilon_P": -1.5,
-    "log_epsilon_R": 1.5,
-    "temperature": 0.7,
-    "warmup_fraction": 0.1,
-    "max_new_tokens": 2048,
-}
+COMMON = dict(log_epsilon_P=-1.5, log_epsilon_R=1.5, temperature=0.7, warmup_fraction=0.1)
+COMMON |= {"max_new_tokens": 2048}
 
 
 @pytest.fixture(params=PAPER)
