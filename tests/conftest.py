@@ -161,6 +161,14 @@ def metrics(folder: Path, without_perf: bool = False) -> list[dict]:
     return [{k: v for k, v in line.items() if not (without_perf and k.startswith("perf/"))} for line in lines]
 
 
+def trl_settings(folder, batch: int, steps: int, lr: float) -> dict:
+    """What the scripts do, as flags of TRL's trainers."""
+    settings = dict(output_dir=str(folder), per_device_train_batch_size=batch, max_steps=steps)
+    settings |= dict(learning_rate=lr, lr_scheduler_type="constant", weight_decay=0.0, adam_epsilon=1e-8)
+    settings |= dict(max_grad_norm=1.0, logging_steps=1, bf16=False, use_cpu=True, disable_tqdm=True)
+    return settings | dict(gradient_checkpointing=False, report_to="none", save_strategy="no")
+
+
 def read_pool(checkpoint: Path) -> list[tuple]:
     """The groups that wait in a checkpoint."""
     from utils import Example

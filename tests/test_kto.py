@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SHARED, finish, metrics, refused, run_ranks, start_ranks, tokens_of
+from conftest import ROOT, SHARED, finish, metrics, refused, run_ranks, start_ranks, tokens_of, trl_settings
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import KTOConfig, KTOTrainer
@@ -193,29 +193,11 @@ def test_kto_losses_of_trl_where_its_kl_batch_is_ours(tmp_path):
     ours += ["--adam-eps", "1e-8", "--weight-decay", "0", "--lambda-D", "1.1", "--lambda-U", "0.9"]
     ours += ["--eval-dataset", "", "--output-dir", str(tmp_path / "ours")]
     run_ranks(1, [ours], script="kto_humanline")
+    settings = trl_settings(tmp_path / "trl", batch=2, steps=5, lr=1e-3)
     trainer = KTOTrainer(
         model=AutoModelForCausalLM.from_pretrained(TOY / "policy"),
         ref_model=AutoModelForCausalLM.from_pretrained(TOY / "policy"),
-        args=KTOConfig(
-            output_dir=str(tmp_path / "trl"),
-            beta=0.5,
-            desirable_weight=1.1,
-            undesirable_weight=0.9,
-            per_device_train_batch_size=2,
-            max_steps=5,
-            learning_rate=1e-3,
-            lr_scheduler_type="constant",
-            weight_decay=0.0,
-            adam_epsilon=1e-8,
-            max_grad_norm=1.0,
-            logging_steps=1,
-            bf16=False,
-            use_cpu=True,
-            gradient_checkpointing=False,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-        ),
+        args=KTOConfig(beta=0.5, desirable_weight=1.1, undesirable_weight=0.9, **settings),
         train_dataset=Dataset.from_list(data),
         processing_class=AutoTokenizer.from_pretrained(TOY / "policy"),
     )
