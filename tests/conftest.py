@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"  # real data, where there is any
 TOY = ROOT / "toy" / "bouquets"
 PAIRS = str(ROOT / "tests" / "pairs.jsonl")  # the first 128 pairs of the toy, for short runs
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # what torchrun sets
 SCRIPTS = ["dpo_humanline", "kto_humanline", "grpo_humanline"]
 sys.path.insert(0, str(ROOT))
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for the ranks too
@@ -27,13 +28,19 @@ os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
 os.environ["PYTHONUNBUFFERED"] = "1"  # what a rank prints stands in its order
 
 
+LONGEST = "grpo_math grpo kto resume online reliability reference loading passes".split()
+LONGEST = [f"test_{name}" for name in LONGEST]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks the tests whose ids begin with a line of slow.txt; `pytest` alone leaves them out."""
+    """Marks the tests whose ids begin with a line of slow.txt; `pytest` alone leaves them out. The files that
+    take longest come first, so that no worker waits for the other one at the end."""
     slow = tuple((ROOT / "tests" / "slow.txt").read_text().splitlines())
     for item in items:
         if item.nodeid.startswith(slow):
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 
 # A rank binds its port a while after it was chosen, so none may be one that the system hands out meanwhile
@@ -73,7 +80,7 @@ def context():
     if find_spec("vllm") or torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     server = multiprocessing.get_context("forkserver")
-    modules = ["math_verify", "conftest", "transformers.models.llama.modeling_llama"]
+    modules = ["grpo_math_humanline", "math_verify", "conftest", "transformers.models.llama.modeling_llama"]
     server.set_forkserver_preload([*SCRIPTS, *modules])
     return server
 
@@ -85,6 +92,12 @@ def server():
         multiprocessing.forkserver.ensure_running()
 
 
+def server_address() -> dict:
+    """Where the ranks find the fork server, whose forks their graders are too."""
+    state = vars(multiprocessing.forkserver._forkserver)
+    return {key: state[key] for key in state if key.endswith(("_address", "_authkey")) and state[key]}
+
+
 def pytest_sessionfinish():
     """Python would wait for the ranks that a failed test has left behind."""
     for process in multiprocessing.active_children():
@@ -93,14 +106,17 @@ def pytest_sessionfinish():
 
 def start_ranks(ranks, runs, worker="worker.py", script="dpo_humanline") -> list[multiprocessing.Process]:
     """Starts tests/<worker> in every rank; it runs main of `script` once for each argument list of `runs`."""
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env = {k: v for k, v in os.environ.items() if k not in LAUNCHER}
     env |= {"PORTS": json.dumps([free_port() for _ in runs]), "MASTER_ADDR": "127.0.0.1", "SCRIPT": script}
     processes = []
     for r in range(ranks):
-        own = {"RANK": str(r), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(r)} if ranks > 1 else {}
+        own = {}
+        if ranks > 1:
+            own = {"RANK": str(r), "LOCAL_RANK": str(r)}
+            own |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
         descriptor, output = tempfile.mkstemp(suffix=".rank")
         os.close(descriptor)
-        arguments = (str(ROOT / "tests" / worker), json.dumps(runs), env | own, output)
+        arguments = (str(ROOT / "tests" / worker), json.dumps(runs), env | own, output, server_address())
         processes.append(context().Process(target=start_worker, args=arguments, name=output))
         processes[-1].start()
     return processes
@@ -143,6 +159,14 @@ def refused(arguments, worker="worker.py", script="dpo_humanline") -> str:
 def metrics(folder: Path, without_perf: bool = False) -> list[dict]:
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not (without_perf and k.startswith("perf/"))} for line in lines]
+
+
+def trl_settings(folder, batch: int, steps: int, lr: float) -> dict:
+    """What the scripts do, as flags of TRL's trainers."""
+    settings = dict(output_dir=str(folder), per_device_train_batch_size=batch, max_steps=steps)
+    settings |= dict(learning_rate=lr, lr_scheduler_type="constant", weight_decay=0.0, adam_epsilon=1e-8)
+    settings |= dict(max_grad_norm=1.0, logging_steps=1, bf16=False, use_cpu=True, disable_tqdm=True)
+    return settings | dict(gradient_checkpointing=False, report_to="none", save_strategy="no")
 
 
 def read_pool(checkpoint: Path) -> list[tuple]:

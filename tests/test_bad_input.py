@@ -245,8 +245,6 @@ def test_damaged_file_is_named_and_not_called_bad_json(refused, tmp_path, name, 
     "row",
     [
         {"prompt": "for king", "chosen": "rose"},
-        {"prompt": "for king", "rejected": "rose"},
-        {"chosen": "rose", "rejected": "iris"},
         {"chosen": [ROSE], "rejected": [IRIS]},
         {"prompt": "for king", "completion": "rose"},
         {"question": "for king", "answer": "rose"},
@@ -277,16 +275,12 @@ def test_rows_with_a_label_name_the_script_that_takes_them(refused, dataset, fla
     "change",
     [
         {"chosen": 5},
-        {"rejected": True},
-        {"prompt": 1.5},
         {"prompt": {"text": "for king"}},
         {"chosen": [{"role": "assistant", "content": [{"type": "text", "text": "rose"}]}]},
         {"prompt": [{"role": "user", "content": None}]},
-        {"chosen": [{"role": "assistant", "content": 5}]},
         {"prompt": ["for king"]},
         {"chosen": ["rose"], "rejected": ["iris"]},
         {"prompt": [{"role": None, "content": "for king"}]},
-        {"prompt": [{"content": "for king"}]},
         {"chosen": [{"content": "rose"}], "rejected": [{"content": "iris"}]},
     ],
     ids=json.dumps,
@@ -316,12 +310,6 @@ def test_columns_of_sharegpt_and_of_an_implicit_prompt_are_named(refused, datase
         "rejected": "\n\nHuman: for king\n\nAssistant: iris",
     }
     assert "the columns are chosen, rejected\n" in refused("--dataset", dataset(lines(texts)))
-
-
-def test_one_number_among_strings_names_its_line(refused, dataset):
-    path = dataset(lines(*ROWS, ROWS[0] | {"chosen": 5}))
-    told = f"--dataset {path}, line 5: a message must have a role and a content that are"
-    assert told in refused("--dataset", path)
 
 
 def test_no_row_left_says_how_many_were_dropped_and_why(refused, dataset):
@@ -547,19 +535,19 @@ def test_resume_where_there_is_nothing_is_refused(message, tmp_path, good):
         assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"no_such_flag": 1}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"no_such_flag": 1}', '{"lr": 1}'])
 def test_resume_of_a_folder_with_broken_args_is_refused(message, tmp_path, text):
     (tmp_path / "args.json").write_text(text)
     assert message("--resume", tmp_path).startswith(f"--resume {tmp_path}: ")
     assert contents(tmp_path) == {tmp_path / "args.json": text.encode()}
 
 
-def test_output_dir_that_is_a_file_is_refused(refused, good):
-    for path in (good, good / "run", "/dev/null/run"):
+def test_output_dir_that_cannot_be_is_refused(refused, good):
+    for path in (good, good / "run", "/dev/null/run", "/proc/run"):
         text = refused("--output-dir", path)
         assert text.startswith(f"--output-dir {path} (does another process use it?): ")
-        reason = "File exists" if path == good else "Not a directory"
-        assert reason in text
+        assert re.search("File exists|Not a directory|No such file", text)
+    assert "File name too long" in refused("--output-dir", good.with_name("x" * 300))
 
 
 # --- a loss that is not finite ---

@@ -164,12 +164,9 @@ def test_the_commands_for_llama_are_the_runs_of_table_3(tmp_path, monkeypatch):
     "command",
     [
         "torchrun dpo_humanline.py --no-such-flag",
-        "torchrun --processes 4 dpo_humanline.py",
-        "torchrun dpo_humanline.py --epsilon 0.5",
         "torchrun --nproc-per-node 3 dpo_humanline.py",
         "python dpo_humanline.py --online --model mine",
         'RUN=(--lr 1e-5\n  --k -1)\npython kto_humanline.py "${RUN[@]}"',
-        "for seed in one two; do python dpo_humanline.py --seed $seed; done",
     ],
 )
 def test_a_wrong_command_is_noticed(command, tmp_path, monkeypatch):
@@ -177,12 +174,3 @@ def test_a_wrong_command_is_noticed(command, tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         parse(words, tmp_path, monkeypatch)
     assert stop.value.code
-
-
-def test_a_flag_that_repeats_the_default_is_noticed(tmp_path, monkeypatch):
-    command = "python dpo_humanline.py --model mine --dataset pairs.jsonl --lr 5e-6 --online"
-    (words,) = starts_of_scripts(command)
-    with pytest.raises(SystemExit):  # no reward model
-        parse(words, tmp_path, monkeypatch)
-    name, flags, args = parse(words[:-1], tmp_path, monkeypatch)
-    assert without_effect(name, flags, args) == ["--lr"]

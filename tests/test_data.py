@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 import dpo_humanline
 import kto_humanline
 from dpo_humanline import Args
-from utils import Example, encode_completion, encode_prompt, load_tokens, pad_batch, token_logps
+from utils import Example, encode_prompt, load_tokens, pad_batch, token_logps
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -350,17 +350,6 @@ def test_prompt_of_exactly_the_longest_length_is_kept(load):
 
 
 # --- prompts, masks ---
-
-
-@pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "plain"])
-def test_training_prompts_are_those_of_encode_prompt(load, template):
-    tokenizer = letters(template)
-    pairs, _ = load([{"prompt": p, "chosen": c, "rejected": r} for p, c, r in PAIRS], tokenizer)
-    for pair, (_, *completions) in zip(pairs, PAIRS):
-        for x, completion in zip(pair, completions):
-            assert x.prompt_ids == encode_prompt(tokenizer, x.prompt)
-            found = encode_completion(tokens_of(tokenizer, {EOS}), x.prompt, x.prompt_ids, completion)
-            assert found == (x.completion_ids, "")
 
 
 def examples(*sequences) -> list[Example]:

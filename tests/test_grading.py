@@ -234,7 +234,7 @@ def test_gold_answers_without_a_value_are_dropped_and_named(grader, capsys, monk
 
 
 def test_bombs_cost_the_time_limit_and_not_the_run(grader, monkeypatch):
-    monkeypatch.setattr(grpo_math_humanline, "TIME_LIMIT", 2.0)
+    monkeypatch.setattr(grpo_math_humanline, "TIME_LIMIT", 1.0)
     texts = [*BOMBS.values(), *ODD, "5", "6"]
     rewards, stopped = math_rewards(grader, [Example(1, "", [], text=text, answer="5") for text in texts])
     # An answer that waits behind them loses nothing.

@@ -10,33 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import (
-    ROOT,
-    SHARED,
-    finish,
-    metrics,
-    parse_args,
-    read_pool,
-    refused,
-    run_ranks,
-    start_ranks,
-    tokens_of,
-)
+from conftest import ROOT, SHARED, finish, metrics, parse_args, read_pool, run_ranks, start_ranks
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import grpo_math_humanline
-from grpo_math_humanline import (
-    Args,
-    format_reward,
-    group_advantages,
-    keep_gradable,
-    load_groups,
-    math_rewards,
-    score,
-    start_grader,
-    tag_count_reward,
-)
+from grpo_math_humanline import format_reward, group_advantages, score, start_grader, tag_count_reward
 from run import check_flags
 from utils import Example
 
@@ -44,7 +23,7 @@ SCRIPT = "grpo_math_humanline"
 TOY = ROOT / "toy" / "shell_game"
 POLICY = TOY / "policy"
 RUN = ["--engine", "hf", "--prompts-per-step", "4", "--group-size", "4", "--num-steps", "5"]
-RUN += ["--sample-every", "3", "--k", "2", "--warmup-fraction", "0", "--eval-samples", "8"]
+RUN += ["--sample-every", "3", "--k", "2", "--warmup-fraction", "0", "--eval-samples", "4"]
 RUN += ["--checkpoint-every", "0", "--lr", "2e-3", "--log-epsilon-P", "-0.3", "--log-epsilon-R", "0.2"]
 RUN += ["--beta", "0.01"]
 SAME = ("loss", "grad_norm", "grpo/ratio_mean", "grpo/clip_fraction", "grpo/kl", "humanline/clipped_low")
@@ -171,16 +150,6 @@ def agree(expected, folder):
             assert b[key] == pytest.approx(a[key], rel=1e-12), (key, a["step"])
 
 
-def test_samples_that_wait_keep_their_group_size(data, tmp_path):
-    folder = tmp_path / "run"
-    run = [*RUN, "--num-steps", "2", "--checkpoint-every", "1", "--dataset", data]
-    run_ranks(1, [[*run, "--output-dir", str(folder)]], script=SCRIPT)
-    shutil.rmtree(folder / "checkpoints" / "step-2")  # at step 1 four groups of four wait
-    for size in ("2", "3", "8"):
-        said = refused(["--resume", str(folder), "--group-size", size], script=SCRIPT)
-        assert said == "error: --group-size: samples in groups of another size wait for a step; keep it\n"
-
-
 def test_clipping_acts_in_these_runs(runs):
     steps = metrics(runs["humanline", 1, 0])
     assert any(step["humanline/clipped_low"] > 0 for step in steps)
@@ -246,7 +215,7 @@ def test_log_probs_are_taken_at_the_sampling_temperature(data, tmp_path):
 def test_evaluation_is_pass_at_1_over_problems(runs):
     summary = json.loads((runs["humanline", 1, 0] / "summary.json").read_text())
     accuracy, error = summary["before"]["eval/accuracy"]
-    assert 0 < accuracy < 1 and accuracy * 8 * 4 == round(accuracy * 8 * 4) and error > 0
+    assert 0 < accuracy < 1 and accuracy * 16 == round(accuracy * 16) and error > 0
     names = {"eval/accuracy", "eval/format", "eval/tag_count", "eval/finished", "eval/length"}
     assert set(summary["after"]) == names
 
@@ -289,6 +258,16 @@ def test_killed_between_two_samplings_and_resumed_equals_uninterrupted(
     assert (tmp_path / "cut" / weights).read_bytes() == (whole / weights).read_bytes()
 
 
+def test_samples_that_wait_keep_their_group_size(whole, tmp_path, capsys):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints" / "step-5")  # at step 4 four groups of four wait
+    for size in ("2", "8"):
+        with pytest.raises(SystemExit):
+            main("--resume", folder, "--group-size", size)
+        said = "error: --group-size: samples in groups of another size wait for a step; keep it\n"
+        assert capsys.readouterr().err.endswith(said)
+
+
 # --- data and bad input ---
 
 ROW = {"problem": "2 45 15 34 24 45", "answer": "5"}
@@ -324,32 +303,6 @@ def test_answers_come_from_a_boxed_solution_numbers_or_parquet(tmp_path, capsys)
     output = capsys.readouterr().out
     assert "p.parquet: 4 rows, 1 dropped; 1 without an answer: lines 5\n" in output
     assert "p.parquet: 4 have an answer that can be graded\n" in output
-
-
-def test_numbers_are_golds_that_right_answers_equal(tmp_path, grader, one_rank):
-    rows = [ROW | {"answer": number} for number in (5.0, 1e-5, 1e20, 3)]
-    (tmp_path / "n.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flag, name = "--dataset", str(tmp_path / "n.jsonl")
-    tokens = tokens_of(AutoTokenizer.from_pretrained(POLICY), {5})
-    groups, _ = load_groups(Args(system_prompt=""), flag, name, "", tokens, (0,))
-    assert keep_gradable(grader, flag, name, groups) == groups
-    dist.destroy_process_group()
-    problems = [x for (x,) in groups]
-    assert [(x.row, x.answer) for x in problems] == [
-        (1, "5"),
-        (2, "0.00001"),
-        (3, "100000000000000000000"),
-        (4, "3"),
-    ]
-
-    def accuracy(*texts: str) -> list[float]:
-        samples = [x._replace(text=text) for x, text in zip(problems, texts, strict=True)]
-        rewards, stopped = math_rewards(grader, samples)
-        assert stopped == 0
-        return rewards["accuracy"].tolist()
-
-    assert accuracy("5", "0.00001", "10^{20}", "3") == [1, 1, 1, 1]
-    assert accuracy("6", "0.1", "10^{19}", "4") == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -390,9 +343,7 @@ def test_bad_rows_are_named(tmp_path, capsys, rows, said):
         (["--group-size", "1"], "--group-size is 1; it must be from 2 to 1e+16"),
         (["--temperature", "0"], "--temperature is 0.0"),
         (["--epsilon", "nan"], "--epsilon is nan"),
-        (["--beta", "-1"], "--beta is -1.0; it must be from 0 to 1e+30"),
         (["--eval-samples-per-problem", "0"], "--eval-samples-per-problem is 0"),
-        (["--micro-batch-tokens", "-1"], "--micro-batch-tokens is -1; it must be from 0 to 1e+16"),
     ],
 )
 def test_values_out_of_range_name_flag_and_range(capsys, wrong, said):
@@ -412,14 +363,6 @@ def test_a_loss_that_is_not_finite_names_step_and_rows_and_the_checkpoint_stays(
     assert len(metrics(tmp_path / "run")) == 1
 
 
-def test_a_folder_with_a_run_is_refused(whole, data, capsys):
-    before = (whole / "args.json").read_bytes()
-    with pytest.raises(SystemExit):
-        main(*RESUMED, data, "--output-dir", whole)
-    assert f"--output-dir {whole} holds a run" in capsys.readouterr().err
-    assert (whole / "args.json").read_bytes() == before
-
-
 TOO_LONG = "0 rows, 64 dropped; 64 prompt empty or longer than"
 LINES = "(raise --max-prompt-length, --max-length): lines 1, 2, 3, 4, 5, 6, 7, 8, 9 …; none is left"
 
@@ -428,21 +371,13 @@ LINES = "(raise --max-prompt-length, --max-length): lines 1, 2, 3, 4, 5, 6, 7, 8
     ("arguments", "said"),
     [
         (["--dataset", "absent.jsonl"], "--dataset absent.jsonl: [Errno 2] No such file"),
-        (["--eval-dataset", "absent.jsonl"], "--eval-dataset absent.jsonl: [Errno 2] No such file"),
         (["--dataset", "empty.jsonl"], "--dataset empty.jsonl: 0 rows, 0 dropped; none is left"),
         (["--dataset", "broken.jsonl"], "--dataset broken.jsonl, line 2 is not JSON"),
-        (["--dataset", "."], "--dataset .: no .json"),
         (["--model", "absent/model/folder"], "--model absent/model/folder: "),
-        (["--chat-template", "absent.jinja"], "absent.jinja"),
         (["--chat-template", "broken.jinja"], "template"),
         (["--eos-token", "<|absent|>"], "no end-of-turn token '<|absent|>'"),
         (["--k", 0], "--k is 0"),
-        (["--lr", "nan"], "--lr is nan"),
-        (["--warmup-fraction", 2], "--warmup-fraction is 2.0"),
-        (["--log-epsilon-P=0.5"], "--log-epsilon-P is 0.5"),
-        (["--log-epsilon-R=-0.5"], "--log-epsilon-R is -0.5"),
         (["--max-prompt-length", 1, "--max-length", 9], f"{TOO_LONG} 1 tokens {LINES}"),
-        (["--max-length", 3], f"{TOO_LONG} 2 tokens {LINES}"),
         (
             ["--output-dir", "empty.jsonl"],
             "--output-dir empty.jsonl (does another process use it?): [Errno 17] File exists: 'empty",

@@ -87,7 +87,6 @@ def test_the_real_files(tmp_path):
     [
         (MATH[:-1], MATH500, "12499 problems, of which 11999 are not in MATH500; it must be 12000"),
         (MATH + MATH[1:2], MATH500, "12501 problems, of which 12001 are not"),
-        (MATH500, MATH500, "500 problems, of which 0 are not"),
         (MATH, MATH500[:-1], "test.jsonl: 499 problems, not 500"),
         (MATH, MATH500[:-1] + MATH500[:1], "test.jsonl: 499 problems, not 500"),
         (
@@ -96,7 +95,6 @@ def test_the_real_files(tmp_path):
             "train.jsonl: every row needs the texts problem and solution",
         ),
         ([*MATH[:-1], {"problem": "?", "solution": None}], MATH500, "every row needs the texts"),
-        ([*MATH[:-1], 5], MATH500, "every row needs the texts"),
     ],
 )
 def test_anything_but_12000_problems_is_refused(math, math500, told, tmp_path):

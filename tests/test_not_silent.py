@@ -4,15 +4,12 @@ What only a whole run shows about folders and checkpoints is in test_reliability
 """
 
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import PAIRS, ROOT, TOY, free_port, parse_args, refused, tokens_of
+from conftest import PAIRS, ROOT, TOY, finish, parse_args, refused, run_ranks, start_ranks, tokens_of
 from test_passes import ARGS, SIZES, build
 from test_reliability import SHORT
 from test_token_logps import EXAMPLES, full_logps
@@ -83,12 +80,6 @@ def test_a_prompt_that_ends_with_an_answer_is_dropped():
     assert encode([USER, ANSWER], [[ANSWER]]) == ((), "prompt ends with an assistant message")
 
 
-def test_a_completion_that_repeats_its_prompt_is_dropped():
-    greeting = USER | {"content": "Good morning"}
-    reply = ANSWER | {"content": "Good morning! How can I help?"}
-    assert encode([greeting], [[reply]]) == ((), "completion that repeats its prompt")
-
-
 def test_an_empty_chat_template_loses_all_text(tmp_path):
     (tmp_path / "empty.jinja").write_text("")
     said = refused([*SHORT, "--chat-template", str(tmp_path / "empty.jinja")])
@@ -101,11 +92,6 @@ def test_keys_that_arrow_fills_with_nulls_are_not_rendered():
     assert encode([USER | null], [[ANSWER | null]], strict + EACH) == encode([USER], [[ANSWER]])
 
 
-def test_a_long_prompt_says_what_to_raise():
-    _, note = encode([USER | {"content": "rose " * 70}], [])
-    assert note == "prompt empty or longer than 64 tokens (raise --max-prompt-length, --max-length)"
-
-
 def test_own_data_do_not_train_the_toy(tmp_path):
     row = {
         "prompt": "What is the capital of France?",
@@ -115,10 +101,6 @@ def test_own_data_do_not_train_the_toy(tmp_path):
     (tmp_path / "mine.jsonl").write_text(json.dumps(row) + "\n")
     said = refused([*SHORT, "--dataset", str(tmp_path / "mine.jsonl")])
     assert "0 rows, 1 dropped; 1 mostly unknown to the tokenizer of --model" in said
-
-
-def test_a_model_needs_data():
-    assert refused(["--model", str(TOY / "policy")]) == f"error: --model {TOY}/policy needs a --dataset\n"
 
 
 def test_a_completion_gets_no_space_of_the_tokenizers_own():
@@ -223,45 +205,36 @@ def test_on_the_cpu_the_toy_computes_in_float64_and_a_model_in_float32(flags, dt
 # --- ranks and terminals ---
 
 
-def start(flags, folder=ROOT, **options):
-    """A run of its own interpreter."""
-    env = {**os.environ, **options.pop("env", {})}
-    command = [sys.executable, str(ROOT / "dpo_humanline.py"), *flags]
-    return subprocess.Popen(command, cwd=folder, env=env, text=True, **options)
+def worker_that(folder, *lines: str) -> str:
+    """worker.py, after these lines."""
+    path, own = folder / "own_worker.py", ROOT / "tests" / "worker.py"
+    run = [f"sys.argv[0] = {str(own)!r}", "runpy.run_path(sys.argv[0], run_name='__main__')"]
+    path.write_text("\n".join(["import os, runpy, sys", *lines, *run]))
+    return str(path)
 
 
 def test_ranks_that_read_different_data_stop(tmp_path):
     lines = open(PAIRS).read().splitlines(keepends=True)
-    port = str(free_port())
-    ranks = []
     for rank in range(2):
-        folder = tmp_path / str(rank)
-        folder.mkdir()
-        (folder / "rows.jsonl").write_text("".join(lines[rank : rank + 16]))
-        env = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        flags = [*SHORT, "--dataset", "rows.jsonl", "--output-dir", str(tmp_path / "run")]
-        ranks.append(start(flags, folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
-    _, said = ranks[0].communicate(timeout=100)
-    ranks[1].kill()
-    ranks[1].communicate()
-    assert ranks[0].returncode == 1
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "rows.jsonl").write_text("".join(lines[rank : rank + 16]))
+    worker = worker_that(tmp_path, f"os.chdir({str(tmp_path)!r} + '/' + os.environ['RANK'])")
+    processes = start_ranks(2, [[*SHORT, "--dataset", "rows.jsonl", "--output-dir", "run"]], worker)
+    processes[0].join(100)
+    processes[1].kill()  # as torchrun does; by itself it waits for that
+    said, _ = finish(processes)
+    assert processes[0].exitcode == 1
     assert "error: the ranks read different data; give all machines the same files" in said
 
 
 def test_a_terminal_that_lacks_letters_shows_their_codes(tmp_path):
     evaluated = ["--eval-dataset", PAIRS, "--eval-samples", "4", "--output-dir", str(tmp_path / "run")]
-    env = {"PYTHONIOENCODING": "ascii"}
-    run = start([*SHORT, *evaluated], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    output, said = run.communicate(timeout=100)
-    assert run.returncode == 0, said
-    assert "mean \\xb1 standard error" in output
+    worker = worker_that(tmp_path, "sys.stdout.reconfigure(encoding='ascii', errors='strict')")
+    assert "mean \\xb1 standard error" in run_ranks(1, [[*SHORT, *evaluated]], worker)
     assert len(json.loads((tmp_path / "run" / "outputs.json").read_text())) == 4
 
 
-def test_an_error_that_nobody_reads_goes_to_standard_output():
-    reader, writer = os.pipe()
-    os.close(reader)
-    run = start(["--lr", "-1"], stdout=subprocess.PIPE, stderr=writer)
-    os.close(writer)
-    output, _ = run.communicate(timeout=100)
-    assert run.returncode == 1 and "error: --lr is -1.0; it must be from 1e-30 to 1e+30" in output
+def test_an_error_that_nobody_reads_goes_to_standard_output(tmp_path):
+    closed = ["reader, writer = os.pipe()", "os.close(reader)", "os.dup2(writer, 2)"]
+    said = refused(["--lr", "-1"], worker_that(tmp_path, *closed))
+    assert said == "error: --lr is -1.0; it must be from 1e-30 to 1e+30\n"

@@ -24,9 +24,9 @@ from dpo_humanline import best_and_worst
 from run import check_flags
 from utils import Example, load_reward_model, means, reward_scores, win_rate
 
-RUN = ["--online", "--engine", "hf", "--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "16"]
-RUN += ["--k", "3", "--round-prompts", "10", "--batch-size", "8", "--num-steps", "11"]
-RUN += ["--max-new-tokens", "12", "--checkpoint-every", "4", "--eval-every", "4", "--warmup-fraction", "0"]
+RUN = ["--online", "--engine", "hf", "--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "4"]
+RUN += ["--k", "3", "--round-prompts", "10", "--batch-size", "8", "--num-steps", "7"]
+RUN += ["--max-new-tokens", "12", "--checkpoint-every", "3", "--eval-every", "3", "--warmup-fraction", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -88,18 +88,18 @@ def test_without_humanline_the_reference_is_the_round_start(tmp_path):
 
 def test_optimizer_and_schedule_carry_on_across_rounds(run):
     assert len({line["lr"] for line in metrics(run)}) == 1  # no warmup in this run, and no restart
-    state = json.loads((run / "checkpoints" / "step-8" / "state.json").read_text())
-    assert state["step"] == 8 and state["round"] > 3
+    state = json.loads((run / "checkpoints" / "step-6" / "state.json").read_text())
+    assert state["step"] == 6 and state["round"] > 3
 
 
 def test_evaluation_by_sampling_is_logged_and_summarised(run):
     steps, summary = metrics(run), json.loads((run / "summary.json").read_text())
-    assert [line["step"] for line in steps if "eval/reward" in line] == [3, 7]
+    assert [line["step"] for line in steps if "eval/reward" in line] == [2, 5]
     assert summary["before"]["eval/win_rate"] == [0.5, 0.0]
     names = {"eval/reward", "eval/win_rate", "eval/length", "eval/finished", "eval/margin"}
     assert set(summary["after"]) >= names
     outputs = json.loads((run / "outputs.json").read_text())
-    assert len(outputs) == 16 and set(outputs[0]) == {"instruction", "output", "generator"}
+    assert len(outputs) == 4 and set(outputs[0]) == {"instruction", "output", "generator"}
     assert outputs[0]["instruction"].startswith("for ") and outputs[0]["output"].split()
 
 
@@ -160,30 +160,14 @@ def test_two_ranks_killed_and_resumed(run_on_two, tmp_path, monkeypatch):
     assert metrics(tmp_path / "run", True) == metrics(run_on_two, True)
 
 
-def test_a_threshold_that_filters_everything_stops_and_says_what_to_change(tmp_path):
-    message = refused([*RUN, "--reward-threshold", "50", "--output-dir", str(tmp_path / "run")])
-    assert "round 1: no prompt's rewards differ" in message and "--temperature" in message
-
-
 @pytest.mark.parametrize(
     ("wrong", "flag"),
-    [
-        (["--temperature", "0"], "--temperature above 0"),
-        (["--reward-model", ""], "--reward-model"),
-        (["--samples-per-prompt", "1"], "--samples-per-prompt is 1; it must be from 2 to 1e+16"),
-        (["--reward-threshold", "nan"], "--reward-threshold is nan"),
-    ],
+    [(["--temperature", "0"], "--temperature above 0"), (["--reward-model", ""], "--reward-model")],
 )
 def test_online_needs_different_samples_and_a_judge(wrong, flag, capsys):
     with pytest.raises(SystemExit):
         check_flags(parse_args(dpo_humanline, ["--online", *wrong]), 8)
     assert flag in capsys.readouterr().err
-
-
-def test_a_prompts_file_without_prompts_is_named(tmp_path):
-    (tmp_path / "p.jsonl").write_text('{"question": "for queen"}\n')
-    message = refused([*RUN, "--dataset", str(tmp_path / "p.jsonl"), "--output-dir", str(tmp_path / "run")])
-    assert "p.jsonl, line 1: it needs a prompt" in message and "question" in message
 
 
 def test_a_sampler_with_stale_weights_stops_the_run(tmp_path):
@@ -213,8 +197,8 @@ def test_a_real_model_and_real_prompts_go_through_a_round(tmp_path):
     tokenizer.save_pretrained(tmp_path / "rm")  # no chat template and no pad token
     run = ["--online", "--engine", "hf", "--model", str(SHARED / "model-stories260K"), "--lr", "1e-3"]
     run += ["--reward-model", str(tmp_path / "rm"), "--dataset", str(tmp_path / "prompts.jsonl")]
-    run += ["--eos-token", "<s>", "--max-prompt-length", "60", "--max-new-tokens", "300"]
-    run += ["--max-length", "400", "--round-prompts", "6", "--samples-per-prompt", "4", "--batch-size", "4"]
+    run += ["--eos-token", "<s>", "--max-prompt-length", "60", "--max-new-tokens", "150"]
+    run += ["--max-length", "200", "--round-prompts", "6", "--samples-per-prompt", "4", "--batch-size", "4"]
     run += ["--num-steps", "1", "--temperature", "1", "--reward-threshold", "1e-6"]
     run_ranks(1, [[*run, "--checkpoint-every", "1", "--output-dir", str(tmp_path / "run")]])
     (line,) = metrics(tmp_path / "run")
@@ -222,7 +206,7 @@ def test_a_real_model_and_real_prompts_go_through_a_round(tmp_path):
     for x in (x for pair in read_pool(tmp_path / "run" / "checkpoints" / "step-1") for x in pair):
         ids = x.completion_ids
         assert not {1, 2} & set(ids[:-1])  # nothing goes on after the end of the story
-        assert ids[-1] in (1, 2) or len(ids) == min(300, 400 - len(x.prompt_ids))
+        assert ids[-1] in (1, 2) or len(ids) == min(150, 200 - len(x.prompt_ids))
     final = json.loads((tmp_path / "run" / "final" / "generation_config.json").read_text())
     assert 1 in final["eos_token_id"]
 

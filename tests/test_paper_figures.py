@@ -61,10 +61,7 @@ def runs(tmp_path_factory):
 
 def start(folder, script: str, arms: dict[str, str]):
     """Runs of {folder's name: flags}."""
-    starts = []
-    for name, flags in arms.items():
-        words = flags.split()
-        starts.append([*words, "--output-dir", str(folder / name)])
+    starts = [[*flags.split(), "--output-dir", str(folder / name)] for name, flags in arms.items()]
     run_ranks(1, starts, script=f"{script}_humanline")
 
 
@@ -109,12 +106,7 @@ def refused(program, arguments: list[str], capfd) -> str:
 def test_a_curve_is_what_the_run_wrote(runs):
     lines = metrics(runs / "grpo-1")
     margins = curve(runs / "grpo-1", "eval/margin")
-    assert margins == {
-        0: 0.0,
-        2: lines[1]["eval/margin"],
-        4: lines[3]["eval/margin"],
-        6: lines[5]["eval/margin"],
-    }
+    assert margins == {0: 0.0} | {step: lines[step - 1]["eval/margin"] for step in (2, 4, 6)}
     assert margins[6] == evaluated(runs / "grpo-1", "eval/margin")
     assert margins[6] != 0
     expected = {line["step"] + 1: line["loss"] for line in lines}
@@ -161,10 +153,7 @@ def test_a_band_is_the_t_interval_over_seeds(runs):
 def test_smoothing_is_the_mean_of_the_last_steps(runs):
     whole = losses(runs / "grpo-1")
     steps, values = collect([runs / "grpo-1"], "loss", 3)
-    expected = []
-    for step in steps:
-        first = max(0, step - 3)
-        expected.append(np.mean(whole[first:step]))
+    expected = [np.mean(whole[max(0, step - 3) : step]) for step in steps]
     assert values[0].tolist() == pytest.approx(expected, rel=1e-12)
 
 
@@ -177,10 +166,7 @@ def test_runs_of_unequal_lengths_share_their_common_steps(runs):
 def test_runs_that_differ_in_the_seed_are_one_line(runs, tmp_path):
     seeds = [str(folder) for folder in seeds_of(runs)]
     plain = str(runs / "grpo-plain")
-    assert by_flags([plain, *seeds]) == {
-        "humanline=False": [plain],
-        "humanline=True": seeds,
-    }
+    assert by_flags([plain, *seeds]) == {"humanline=False": [plain], "humanline=True": seeds}
     assert by_flags(seeds) == {"grpo_humanline": seeds}
     mixed = by_flags([*seeds, plain, str(runs / "dpo")])
     assert list(mixed) == [
@@ -199,9 +185,7 @@ def test_the_command_draws_and_tells_the_numbers(runs, tmp_path, capsys):
     curves.main(patterns, ["eval/margin", "loss"], ["ours", "theirs"], 1, out)
     assert out.read_bytes().startswith(b"\x89PNG")
     *lines, _ = capsys.readouterr().out.splitlines()
-    ends = []
-    for folder in seeds_of(runs):
-        ends.append(curve(folder, "eval/margin")[6])
+    ends = [curve(folder, "eval/margin")[6] for folder in seeds_of(runs)]
     error = np.std(ends, ddof=1) / math.sqrt(3)
     assert lines[0].startswith("eval/margin, ours, 3 runs: mean over the curve ")
     assert lines[0].endswith(f"at step 6 {np.mean(ends):.3f} ± {error:.3f}")
@@ -214,14 +198,8 @@ def test_the_command_draws_and_tells_the_numbers(runs, tmp_path, capsys):
     [
         ("", "name at least one run"),
         ("nowhere-*", "nowhere-*: no run is here"),
-        (
-            "RUNS/grpo-1 --metric eval/acuracy",
-            "no metric eval/acuracy; it has eval/accuracy, eval/finished",
-        ),
-        (
-            "RUNS/grpo-1 RUNS/grpo-plain --label a",
-            "--label: 1 names for 2 lines: humanline=True; humanline",
-        ),
+        ("RUNS/grpo-1 --metric eval/acuracy", "no metric eval/acuracy; it has eval/accuracy, eval/finished"),
+        ("RUNS/grpo-1 RUNS/grpo-plain --label a", "--label: 1 names for 2 lines: humanline=True; humanline"),
         ("RUNS/grpo-1 --smooth 0", "--smooth is 0"),
         ("RUNS/grpo-1 --out /nowhere/x.png", "/nowhere/x.png"),
     ],
@@ -243,13 +221,7 @@ def test_a_command_that_fails_says_so_to_the_shell(tmp_path):
 
 def test_capacity_function_at_known_points():
     """Published values of w at γ = 0.61, to their two decimals, and by logarithms to all."""
-    known = {
-        0.01: 0.06,
-        0.1: 0.19,
-        0.5: 0.42,
-        0.9: 0.71,
-        0.99: 0.91,
-    }
+    known = {0.01: 0.06, 0.1: 0.19, 0.5: 0.42, 0.9: 0.71, 0.99: 0.91}
     for a, published in known.items():
         perceived = float(figure2.capacity(a))
         both = a**0.61 + (1 - a) ** 0.61
@@ -345,9 +317,7 @@ def figure(runs, tmp_path_factory) -> tuple:
     drawn = {}
     lines = path.with_suffix(".csv").read_text().splitlines()
     for row in csv.DictReader(lines):
-        key = (row["panel"], row["curve"])
-        point = (float(row["x"]), float(row["y"]))
-        drawn.setdefault(key, []).append(point)
+        drawn.setdefault((row["panel"], row["curve"]), []).append((float(row["x"]), float(row["y"])))
     return path, drawn
 
 
@@ -448,12 +418,7 @@ def column(completion: list[dict], key: str) -> list:
 
 
 @pytest.mark.parametrize(
-    ("script", "run", "synced"),
-    [
-        ("dpo", "dpo", 0),
-        ("kto", "kto", 0),
-        ("grpo", "grpo-1", 4),
-    ],
+    ("script", "run", "synced"), [("dpo", "dpo", 0), ("kto", "kto", 0), ("grpo", "grpo-1", 4)]
 )
 def test_a_page_has_the_log_probs_of_plain_transformers(runs, tmp_path, script, run, synced):
     """The run's final/ is the policy of step 6; the reference is the toy's, or the policy after 4 steps."""
@@ -488,7 +453,7 @@ def test_a_page_has_the_log_probs_of_plain_transformers(runs, tmp_path, script, 
     assert f"after 6 optimizer steps; the reference is the policy after {synced} (k = {k})" in text
 
 
-def test_marks_are_where_a_bound_or_the_clip_is_crossed(runs, tmp_path):
+def test_marks_and_colours_are_those_of_the_log_ratios(runs, tmp_path):
     tokens.main(runs / "grpo-1", 3, 12, tmp_path / "page.html")
     every = []
     completions = read_page(tmp_path / "page.html")
@@ -499,32 +464,22 @@ def test_marks_are_where_a_bound_or_the_clip_is_crossed(runs, tmp_path):
             clipped = r < math.log(0.85)
             if number % 2 == 0:  # chosen, A = 1
                 clipped = r > math.log(1.15)
-            assert token["cut"] == (abs(r) > 1.5)
-            assert token["eps"] == clipped
-        every += completion
-    cut_marks = np.array(column(every, "cut"))
-    eps_marks = np.array(column(every, "eps"))
-    cut = cut_marks.mean()
-    eps = eps_marks.mean()
-    alone = (cut_marks & ~eps_marks).mean()
-    assert 0 < alone < cut < 1
-    assert 0 < eps < 1
-    text = (tmp_path / "page.html").read_text()
-    assert f"({cut:.1%} here, {alone:.1%} it alone)" in text
-    assert f"removes its gradient ({eps:.1%})" in text
-
-
-def test_colours_are_orange_below_and_blue_above_zero(runs, tmp_path):
-    tokens.main(runs / "grpo-1", 3, 12, tmp_path / "page.html")
-    for completion in read_page(tmp_path / "page.html"):
-        for token in completion:
-            r = token["log_ratio"]
-            red, green, blue = bytes.fromhex(token["colour"][1:])
+            red, green, blue = bytes.fromhex(token["colour"][1:])  # orange below zero, blue above
             assert red >= blue if r < 0 else red <= blue
             if abs(r) >= 0.02:
                 assert (red, green, blue) != (255, 255, 255)
             if abs(r) < 0.005:
                 assert min(red, green, blue) >= 253
+            assert token["cut"] == (abs(r) > 1.5)
+            assert token["eps"] == clipped
+        every += completion
+    cut_marks, eps_marks = np.array(column(every, "cut")), np.array(column(every, "eps"))
+    cut, eps, alone = cut_marks.mean(), eps_marks.mean(), (cut_marks & ~eps_marks).mean()
+    assert 0 < alone < cut < 1
+    assert 0 < eps < 1
+    text = (tmp_path / "page.html").read_text()
+    assert f"({cut:.1%} here, {alone:.1%} it alone)" in text
+    assert f"removes its gradient ({eps:.1%})" in text
 
 
 def test_a_run_without_humanline_has_nothing_struck_out(runs, tmp_path):
@@ -574,16 +529,8 @@ def test_a_page_loads_nothing_and_escapes_what_tokens_say(runs, tmp_path):
     assert not re.search(r"https?:|src=|href=|url\(|@import|<script|<link|<iframe", text)
     assert "<|" not in text
     assert "&lt;|end|&gt;</span>" in text  # the end of a turn is seen
-    token = {
-        "logp": -1.0,
-        "ref_logp": -1.0,
-        "log_ratio": 0.0,
-        "clipped": 0.0,
-        "id": 7,
-        "cut": False,
-        "eps": False,
-        "text": '<b>"&',
-    }
+    token = {"logp": -1.0, "ref_logp": -1.0, "log_ratio": 0.0, "clipped": 0.0, "id": 7}
+    token |= {"cut": False, "eps": False, "text": '<b>"&'}
     assert "<b>" not in tokens.completion_html("x", [token], 1.5)
 
 

@@ -5,16 +5,16 @@ import json
 import pytest
 from conftest import PAIRS, TOY, metrics, run_ranks
 
-STEPS = 7
-RUN = ["--num-steps", str(STEPS), "--batch-size", "8", "--warmup-fraction", "0", "--dataset", PAIRS]
+STEPS = 5
+RUN = ["--num-steps", str(STEPS), "--batch-size", "4", "--warmup-fraction", "0", "--dataset", PAIRS]
 RUN += ["--checkpoint-every", "0", "--eval-dataset", "", "--lr", "1e-3", "--adam-eps", "1e-2", "--beta", "10"]
 EXPECTED = {  # the step whose policy, before its update, is the reference at step t
     "k1": (["--k", "1"], lambda t: max(t - 1, 0)),
-    "k4": (["--k", "4"], lambda t: max(t - 1, 0) // 4 * 4),
+    "k2": (["--k", "2"], lambda t: max(t - 1, 0) // 2 * 2),
     "offline": (["--no-humanline", "--sync", "before_step"], lambda t: 0),
     "sync none": (["--sync", "none"], lambda t: 0),
     "after_step k1": (["--k", "1", "--sync", "after_step"], lambda t: t),
-    "after_step k3": (["--k", "3", "--sync", "after_step"], lambda t: t // 3 * 3),
+    "after_step k2": (["--k", "2", "--sync", "after_step"], lambda t: t // 2 * 2),
 }
 
 

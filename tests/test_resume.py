@@ -19,7 +19,7 @@ from utils import Example
 
 STEPS = 14
 RUN = ["--num-steps", str(STEPS), "--k", "3", "--batch-size", "8", "--checkpoint-every", "5"]
-RUN += ["--eval-samples", "8"]
+RUN += ["--eval-samples", "2"]
 RUN += ["--dataset", PAIRS, "--eval-dataset", PAIRS, "--max-new-tokens", "12", "--warmup-fraction", "0.5"]
 
 

@@ -91,13 +91,11 @@ def test_an_arm_of_another_checkout_runs_its_own_code(tmp_path):
 
 
 def test_one_arm_computes_at_a_time(found):
-    """Steps do not overlap, and while they wait, processes use no CPU to speak of."""
+    """Steps do not overlap."""
     for result in found.values():
         arms = list(result["arms"].values())
         turns = [(arm["started"][i], arm["ended"][i]) for i in range(result["steps"] + 1) for arm in arms]
         assert all(a < b for a, b in turns) and all(a[1] <= b[0] for a, b in zip(turns, turns[1:]))
-        for arm in arms:
-            assert arm["idle"] < 0.15 * sum(map(sum, (other["seconds"] for other in arms)))
 
 
 def test_padding_by_hand(found):
@@ -147,13 +145,11 @@ def test_an_arm_that_fails_is_told_in_its_own_words(tmp_path):
     [
         (["--arms", "k=0"], "--arms k=0: they are offline or k=N"),
         (["--steps", "0"], "--steps are at least 1"),
-        (["--ranks", "3"], "3 ranks"),
         (
             ["--trl", "--micro-batch-tokens", "3000", "--batch-size", "16"],
             "--trl: a batch of 16 in 3 equal passes? See --micro-batch-tokens",
         ),
         (["--against", "/nowhere"], "--against /nowhere: it has no benchmark/step_arm.py"),
-        (["--model", "gpt-5"], "neither a folder"),
     ],
 )
 def test_what_is_refused(flags, told, capsys):

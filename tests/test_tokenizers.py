@@ -86,18 +86,8 @@ def model(tmp_path_factory):
         if kind not in made:
             made[kind] = folder = tmp_path_factory.mktemp(kind)
             tokenizer = convert(kind, folder)
-            shape = {
-                "hidden_size": 16,
-                "intermediate_size": 32,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-            }
-            shape |= {
-                "num_key_value_heads": 1,
-                "vocab_size": len(tokenizer),
-                "bos_token_id": 1,
-                "eos_token_id": 2,
-            }
+            shape = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+            shape |= dict(num_key_value_heads=1, vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=2)
             torch.manual_seed(0)
             MistralForCausalLM(MistralConfig(**shape)).save_pretrained(folder)
             judge = MistralForSequenceClassification(MistralConfig(**shape, num_labels=1, pad_token_id=2))

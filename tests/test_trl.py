@@ -4,7 +4,7 @@ import gzip
 import json
 
 import pytest
-from conftest import TOY, metrics, run_ranks
+from conftest import TOY, metrics, run_ranks, trl_settings
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
@@ -31,25 +31,7 @@ def test_loss_curve_of_dpo_trainer(tmp_path):
 
     trainer = DPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(TOY / "policy"),
-        args=DPOConfig(
-            output_dir=str(tmp_path / "trl"),
-            beta=BETA,
-            per_device_train_batch_size=PAIRS,
-            max_steps=STEPS,
-            learning_rate=LR,
-            lr_scheduler_type="constant",
-            weight_decay=0.0,
-            adam_epsilon=1e-8,
-            max_grad_norm=1.0,
-            max_length=None,
-            logging_steps=1,
-            bf16=False,
-            use_cpu=True,
-            gradient_checkpointing=False,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-        ),
+        args=DPOConfig(beta=BETA, max_length=None, **trl_settings(tmp_path / "trl", PAIRS, STEPS, LR)),
         train_dataset=Dataset.from_list(chats),
         processing_class=AutoTokenizer.from_pretrained(TOY / "policy"),
     )
