@@ -6,8 +6,9 @@ import re
 from dataclasses import asdict
 
 import pytest
+import torch
 import torch.distributed as dist
-from conftest import PAIRS, SCRIPTS, TOY, metrics, parse_args
+from conftest import PAIRS, ROOT, SCRIPTS, TOY, metrics, parse_args
 
 PAPER = {  # Tables 1 to 3, offline + humanline
     "dpo_humanline": dict(lr=5e-6, beta=0.1, k=1, batch_size=32, adam_eps=1e-5, max_grad_norm=1.0),
@@ -78,3 +79,19 @@ def test_an_edited_loss_is_the_loss_that_is_trained_and_evaluated(name, tmp_path
         return
     evaluations = [summary["before"]["eval/loss"], summary["after"]["eval/loss"], [step["eval/loss"], 0]]
     assert evaluations == [[7, 0]] * 3
+
+
+def test_ipo_is_an_edit_of_one_line(tmp_path):
+    """The README's example of an edit: the line of the loss, found in the file and replaced."""
+    text = (ROOT / "dpo_humanline.py").read_text()
+    line = "    return -torch.nn.functional.logsigmoid(chosen - rejected), rewards.detach()\n"
+    assert text.count(line) == 1
+    (ipo,) = re.findall(r"```python\n(return \(\(chosen - rejected\).*\n)```", (ROOT / "README.md").read_text())
+    edited = text.replace(line, f"    {ipo}")
+    start = edited.index("def dpo_loss")
+    function = edited[start : edited.index("\n\n\n", start)]
+    scope = {"torch": torch}
+    exec(compile(function, "dpo_loss", "exec"), scope)
+    log_ratio, mask = torch.tensor([[0.5, 0.25], [-0.25, 1.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    loss, _ = scope["dpo_loss"](log_ratio, mask, 0.1)
+    assert loss.item() == pytest.approx((0.75 + 0.25 - 5) ** 2)
