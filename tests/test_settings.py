@@ -86,7 +86,8 @@ def test_ipo_is_an_edit_of_one_line(tmp_path):
     text = (ROOT / "dpo_humanline.py").read_text()
     line = "    return -torch.nn.functional.logsigmoid(chosen - rejected), rewards.detach()\n"
     assert text.count(line) == 1
-    (ipo,) = re.findall(r"```python\n(return \(\(chosen - rejected\).*\n)```", (ROOT / "README.md").read_text())
+    page = (ROOT / "README.md").read_text()
+    (ipo,) = re.findall(r"```python\n(return \(\(chosen - rejected\).*\n)```", page)
     edited = text.replace(line, f"    {ipo}")
     start = edited.index("def dpo_loss")
     function = edited[start : edited.index("\n\n\n", start)]
