@@ -352,10 +352,10 @@ def write_csv(path: Path, rows: list[dict]):
         writer.writerows(rows)
 
 
-def plot(path: Path, rows: list[dict], table: list[dict], folders: dict[str, list]):
+def plot(path: Path, rows: list[dict], table: list[dict], folders: dict[str, list], same_scale=False):
     """Points are runs, bars 95% intervals of the mean over seeds; the first metric's p stands beside the arm.
 
-    With `folders`, {arm: its runs}, there are learning curves too.
+    With `folders`, {arm: its runs}, there are learning curves too. same_scale: of all panels.
     """
     panels = {}  # {panel: its lines of the table}
     for line in table:
@@ -367,13 +367,18 @@ def plot(path: Path, rows: list[dict], table: list[dict], folders: dict[str, lis
         count += 1
         height = max(height, 3.5)
     size = (1 + 3.4 * count, height)
-    figure, axes = plt.subplots(1, count, figsize=size, layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        1, count, figsize=size, layout="constrained", squeeze=False, sharex=same_scale
+    )
     if folders:
         curves.draw(axes[0, -1], folders, metrics[0])
         axes[0, -1].legend(fontsize=6)
     for ax, (panel, lines) in zip(axes[0], panels.items()):
         plot_panel(ax, panel, lines, metrics, rows)
     axes[0, 0].legend(fontsize=7)
+    if same_scale:
+        meaning = "dot: a run; square and bar: mean and its 95% interval; dotted line: before training"
+        figure.supxlabel(f"score of held-out prompts ({meaning})", fontsize=8)
     figure.savefig(path, dpi=110)
 
 

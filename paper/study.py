@@ -404,7 +404,7 @@ def run_study(name: str, seeds: int = 0):
     miniature.write_csv(results / f"{name}.csv", rows + reported)
     miniature.write_csv(results / f"{name}_arms.csv", table)
     miniature.write_csv(results / f"{name}_tests.csv", study.test(reported))
-    miniature.plot(results / f"{name}.png", reported, table, {})
+    miniature.plot(results / f"{name}.png", reported, table, {}, same_scale=True)
     if name == "dpo":
         plot_divergence(results / f"{name}_kl.png", reported)
 
