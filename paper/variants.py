@@ -82,8 +82,8 @@ VARIANTS = {  # {name: (the script's function, what replaces it)}
 
 
 if __name__ == "__main__":
-    _, name, *flags = [*sys.argv, ""] if len(sys.argv) == 1 else sys.argv
-    if name not in VARIANTS:
-        raise SystemExit(f"error: the first word is {name!r}; it must be one of {', '.join(VARIANTS)}")
+    if len(sys.argv) < 2 or sys.argv[1] not in VARIANTS:
+        raise SystemExit(f"error: the first word must be one of {', '.join(VARIANTS)}")
+    name, *flags = sys.argv[1:]
     setattr(script, *VARIANTS[name])
     script.main(parse_args(script.Args, script.__file__, script.__doc__, script.TOY, flags=flags))

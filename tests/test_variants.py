@@ -1,14 +1,14 @@
 """paper/variants.py: each baseline against its formula on random tensors, its gradients, and a run."""
 
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, metrics, run_ranks
 
 sys.path.insert(0, str(ROOT / "paper"))
-import variants  # noqa: E402
 from variants import VARIANTS, script  # noqa: E402
 
 BETA, EPSILON = 0.01, 0.2
@@ -107,13 +107,25 @@ def test_on_policy_every_variant_is_the_scripts_gradient(name, batch):
     np.testing.assert_allclose(gradient, expected, atol=1e-14)
 
 
-def test_a_run_of_a_variant_trains_with_it_and_an_unknown_one_is_refused(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["variants.py", "ppo"])
-    with pytest.raises(SystemExit, match="must be one of clip-higher-1.28"):
-        exec(
-            compile((ROOT / "paper/variants.py").read_text(), variants.__file__, "exec"),
-            {
-                "__name__": "__main__",
-                "__file__": variants.__file__,
-            },
-        )
+def start(*words) -> subprocess.CompletedProcess:
+    command = [sys.executable, ROOT / "paper/variants.py", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("words", [[], ["ppo", "--seed", "2"]])
+def test_an_unknown_variant_is_refused(words):
+    refused = start(*words)
+    assert refused.returncode == 1 and "Traceback" not in refused.stderr
+    assert "must be one of clip-higher-1.28, clip-higher-1.5, cispo" in refused.stderr
+
+
+def test_a_run_trains_with_the_variant(tmp_path):
+    """At the first step after sampling it is the script's gradient, afterwards its own."""
+    flags = ["--no-humanline", "--engine", "hf", "--num-steps", "2", "--sample-every", "2", "--lr", "1e-3"]
+    flags += ["--warmup-fraction", "0", "--eval-samples", "0", "--checkpoint-every", "0", "--output-dir"]
+    done = start("cispo", *flags, f"{tmp_path}/cispo")
+    assert done.returncode == 0, done.stderr[-2000:]
+    run_ranks(1, [[*flags, f"{tmp_path}/grpo"]], script="grpo_math_humanline")
+    (first, second), (its_first, its_second) = metrics(tmp_path / "grpo"), metrics(tmp_path / "cispo")
+    assert its_first["grad_norm"] == pytest.approx(first["grad_norm"])
+    assert its_second["grad_norm"] != pytest.approx(second["grad_norm"], rel=1e-3)
