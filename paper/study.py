@@ -32,14 +32,30 @@ from toy import make
 TUNING_SEEDS = (1, 2, 3)
 LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # by which grids grow
 TUNING_TOPICS = "cat|dog|king|girl|boat|drum"  # half of each kind
-for toy in ("tales", "low_entropy"):
-    split = f"mkdir -p runs && zcat toy/{toy}/preferences_test.jsonl.gz | grep"
-    pattern = f"'\"about ({TUNING_TOPICS})\"'"
-    miniature.PREPARE[f"runs/{toy}_tuning.jsonl"] = f"{split} -E {pattern} > runs/{toy}_tuning.jsonl"
-    miniature.PREPARE[f"runs/{toy}_report.jsonl"] = f"{split} -vE {pattern} > runs/{toy}_report.jsonl"
-miniature.PREPARE["runs/problems_tuning.jsonl"] = (
-    "mkdir -p runs && zcat toy/shell_game/problems_test.jsonl.gz | tail -n 244 > runs/problems_tuning.jsonl"
-)
+INSTANCES = (1, 2, 3, 4, 5)
+
+
+def preparations() -> dict[str, str]:
+    """{file or folder of the flags: the command that makes it}."""
+    commands = {
+        "runs/problems_tuning.jsonl": (
+            "mkdir -p runs && "
+            "zcat toy/shell_game/problems_test.jsonl.gz | tail -n 244 > runs/problems_tuning.jsonl"
+        )
+    }
+    topics = f"'\"about ({TUNING_TOPICS})\"'"
+    for toy in ("tales", "low_entropy"):
+        for part, option in {"tuning": "-E", "report": "-vE"}.items():
+            file = f"runs/{toy}_{part}.jsonl"
+            rows = f"zcat toy/{toy}/preferences_test.jsonl.gz"
+            commands[file] = f"mkdir -p runs && {rows} | grep {option} {topics} > {file}"
+    for i in INSTANCES:
+        folder = f"runs/instances/{i}"
+        commands[f"{folder}/"] = f"python toy/make.py --tasks tales --seed {i} --out {folder}"
+    return commands
+
+
+miniature.PREPARE |= preparations()
 ON_TALES = ("--eval-dataset runs/tales_tuning.jsonl", "--eval-dataset runs/tales_report.jsonl")
 ON_LOW_ENTROPY = (
     "--eval-dataset runs/low_entropy_tuning.jsonl",
@@ -189,11 +205,17 @@ def stale_arms() -> list[Arm]:
     return made
 
 
-PARTS = {}
-for sync, flags in {"no sync": "--sync none", "k=16": "--k 16"}.items():
-    for clip in ("clip", "none"):
-        for epsilon in ("0.15", "0.5", "2"):
-            PARTS[f"{sync}, {clip}, ε {epsilon}"] = f"{flags} --clip {clip} --epsilon {epsilon}"
+def parts() -> dict[str, str]:
+    """{name: flags} of the arms of syncing: every combination of its three settings."""
+    found = {}
+    for sync, flags in {"no sync": "--sync none", "k=16": "--k 16"}.items():
+        for clip in ("clip", "none"):
+            for epsilon in ("0.15", "0.5", "2"):
+                found[f"{sync}, {clip}, ε {epsilon}"] = f"{flags} --clip {clip} --epsilon {epsilon}"
+    return found
+
+
+PARTS = parts()
 PARITY = {
     "offline + humanline, k=16": "--k 16",
     "offline + humanline, k=32": "--k 32",
@@ -201,11 +223,6 @@ PARITY = {
     "online + humanline": "--online",
 }
 
-INSTANCES = (1, 2, 3, 4, 5)
-for i in INSTANCES:
-    miniature.PREPARE[f"runs/instances/{i}/"] = (
-        f"python toy/make.py --tasks tales --seed {i} --out runs/instances/{i}"
-    )
 # The toy's settings, which a named --model does not bring.
 SETTINGS = {
     "kto": "--num-steps 320 --k 32 --max-new-tokens 64 --generation-batch-size 256 --dtype float64 "

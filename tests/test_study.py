@@ -48,6 +48,22 @@ def test_the_arms_of_a_panel_differ_only_in_what_the_study_is_about(name, tmp_pa
             seen.append(other)
 
 
+def test_an_instance_is_trained_with_the_settings_of_the_toy(tmp_path, monkeypatch):
+    """Which a named --model does not bring: they are written out."""
+
+    def settings(arm) -> dict:
+        *_, training = miniature.command(arm, 3e-4, 21).split("&& ")
+        _, _, args = parse(shlex.split(training), tmp_path, monkeypatch)
+        return vars(args)
+
+    of_toy = {(arm.script, arm.name): settings(arm) for arm in study.MAIN_ARMS}
+    for arm in study.instance_arms():
+        toy, instance = of_toy[arm.script, arm.name], settings(arm)
+        different = {key for key in toy if toy[key] != instance[key]}
+        assert different == {"model", "reward_model", "dataset", "eval_dataset", "dtype"}
+        assert (toy["dtype"], instance["dtype"]) == ("auto", "float64")  # which auto is for the toy
+
+
 def test_tuning_and_report_share_no_prompt_and_no_problem(tmp_path):
     pairs = [(f"runs/{toy}_tuning.jsonl", f"runs/{toy}_report.jsonl") for toy in ("tales", "low_entropy")]
     for files in (*pairs, ("runs/problems_tuning.jsonl",)):
