@@ -107,16 +107,24 @@ def draw(axes, curves: dict[str, list], key: str, smooth: int = 1):
     """A line for each label, the mean over its runs, with its band."""
     for label, folders in curves.items():
         steps, values = collect(folders, key, smooth)
-        mean = values.mean(0)
-        half = interval(values)
-        several = len(folders) > 1
-        if several:
-            label = f"{label} ({len(folders)} seeds)"
-        (line,) = axes.plot(steps, mean, label=label)
-        if several:
-            color = line.get_color()
-            axes.fill_between(steps, mean - half, mean + half, color=color, alpha=0.2, linewidth=0)
+        draw_band(axes, label, steps, values)
     axes.set(xlabel="optimizer step", ylabel=key)
+
+
+def draw_band(axes, label: str, steps: list[int], values: np.ndarray):
+    """A line, the mean of values (runs, steps), and its band; of shares within [0, 1], like themselves."""
+    runs = len(values)
+    if runs > 1:
+        label = f"{label} ({runs} seeds)"
+    mean = values.mean(0)
+    (line,) = axes.plot(steps, mean, label=label)
+    if runs == 1:
+        return
+    half = interval(values)
+    low, high = mean - half, mean + half
+    if values.min() >= 0 and values.max() <= 1:
+        low, high = low.clip(0, 1), high.clip(0, 1)
+    axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
 
 
 def by_flags(folders: list) -> dict[str, list]:

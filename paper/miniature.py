@@ -30,7 +30,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, NamedTuple
 
-import matplotlib
 import numpy as np
 import tyro
 from filelock import FileLock
@@ -39,12 +38,9 @@ from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import DescrStatsW
 from tqdm import tqdm
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from paper import curves  # noqa: E402
+from paper import pictures  # noqa: E402
 from run import write  # noqa: E402
 from toy.make import LOW_ENTROPY, another_instance, judge_bouquet, judge_shell_game  # noqa: E402
 
@@ -288,9 +284,12 @@ def result(arm: Arm, lr: float, seed: int, more: str, at: str) -> dict:
     row["judge"] = judged(arm.script, folder, row.get("eval/finished", 1.0))
     row["clipped"] = fmean(step["humanline/clipped_low"] + step["humanline/clipped_high"] for step in steps)
     row["grad_norm_max"] = max(step["grad_norm"] for step in steps)
-    curve = [step["eval/accuracy"] for step in steps if "eval/accuracy" in step]
+    curve = {}  # {column: accuracy after so many steps}
+    for step in steps:
+        if "eval/accuracy" in step:
+            curve[f"{pictures.AT_STEP}{step['step'] + 1}"] = step["eval/accuracy"]
     if curve:
-        row["curve"] = fmean(curve)
+        row |= {"curve": fmean(curve.values()), **curve}
     return row
 
 
@@ -352,83 +351,6 @@ def write_csv(path: Path, rows: list[dict]):
         writer.writerows(rows)
 
 
-def plot(path: Path, rows: list[dict], table: list[dict], folders: dict[str, list], same_scale=False):
-    """Points are runs, bars 95% intervals of the mean over seeds; the first metric's p stands beside the arm.
-
-    With `folders`, {arm: its runs}, there are learning curves too. same_scale: of all panels.
-    """
-    panels = {}  # {panel: its lines of the table}
-    for line in table:
-        panels.setdefault(line["panel"], []).append(line)
-    metrics = list(dict.fromkeys(line["metric"] for line in table))
-    count = len(panels)
-    height = 1 + 0.42 * max(len(lines) for lines in panels.values())
-    if folders:
-        count += 1
-        height = max(height, 3.5)
-    size = (1 + 3.4 * count, height)
-    figure, axes = plt.subplots(
-        1, count, figsize=size, layout="constrained", squeeze=False, sharex=same_scale
-    )
-    if folders:
-        curves.draw(axes[0, -1], folders, metrics[0])
-        axes[0, -1].legend(fontsize=6)
-    for ax, (panel, lines) in zip(axes[0], panels.items()):
-        plot_panel(ax, panel, lines, metrics, rows)
-    axes[0, 0].legend(fontsize=7)
-    if same_scale:
-        meaning = "dot: a run; square and bar: mean and its 95% interval; dotted line: before training"
-        figure.supxlabel(f"score of held-out prompts ({meaning})", fontsize=8)
-    figure.savefig(path, dpi=110)
-
-
-def plot_panel(ax, panel: str, lines: list[dict], metrics: list[str], rows: list[dict]):
-    labels = {}  # of the arms
-    trained = []
-    for line in lines:
-        if line["arm"] == "untrained":
-            ax.axvline(line["mean"], color=f"C{metrics.index(line['metric'])}", linestyle=":", linewidth=1)
-        else:
-            trained.append(line)
-            labels.setdefault(line["arm"], "")
-    names = list(labels)
-    for line in trained:
-        arm, metric = line["arm"], line["metric"]
-        number = metrics.index(metric)
-        color = f"C{number}"
-        height = names.index(arm) + 0.3 * number
-        values = []
-        for row in rows:
-            if (row["panel"], row["arm"], row["phase"]) == (panel, arm, "reported") and metric in row:
-                values.append(row[metric])
-        ax.plot(values, [height] * len(values), "o", color=color, alpha=0.3, markersize=3)
-        legend = metric if arm == names[0] else None  # once
-        ax.errorbar(
-            [line["mean"]],
-            [height],
-            xerr=[[line["mean"] - line["low"]], [line["high"] - line["mean"]]],
-            fmt="s",
-            color=color,
-            capsize=3,
-            markersize=4,
-            label=legend,
-        )
-        if number == 0:
-            labels[arm] = arm_label(line)
-    ax.set_yticks(range(len(names)), labels.values(), fontsize=7)
-    ax.set(title=panel, ylim=(len(names) - 0.4, -0.4))
-    ax.grid(axis="x", alpha=0.3)
-
-
-def arm_label(line: dict) -> str:
-    label = f"{line['arm']}\nlr {line['lr']:g}"
-    if line["collapsed"]:
-        label += f", {line['collapsed']} of {line['runs']} collapsed"
-    if "p_holm" in line:
-        label += f"\np = {line['p_holm']:.2g}"
-    return label
-
-
 def main(name: Annotated[str, tyro.conf.Positional], seeds: int = 0):
     """Args:
     name: a figure or table (FIGURES), or a study (paper/study.py).
@@ -447,12 +369,10 @@ def main(name: Annotated[str, tyro.conf.Positional], seeds: int = 0):
     seeds = seeds or 5
     at = commit(name)
     tuned_by = "eval/reward"
-    shown = ["eval/reward", "judge"]
-    metrics = [*shown, "clipped", "grad_norm_max"]
+    metrics = ["eval/reward", "judge", "clipped", "grad_norm_max"]
     if name == "figure7":
         tuned_by = "curve"  # two rates may both end near 1
-        shown = ["eval/accuracy", "judge"]
-        metrics = [*shown, "clipped", "grad_norm_max", "curve"]
+        metrics = ["eval/accuracy", "judge", "clipped", "grad_norm_max", "curve"]
 
     grid = []
     for arm in FIGURES[name]:
@@ -476,15 +396,35 @@ def main(name: Annotated[str, tyro.conf.Positional], seeds: int = 0):
     table = []
     for key in metrics:
         table += compare(rows, key)
+    table += untrained_lines(FIGURES[name], metrics, at)
     results = ROOT / "paper" / "results"
     write_csv(results / f"{name}.csv", rows)
     write_csv(results / f"{name}_arms.csv", table)
-    folders = {}
-    if name == "figure7":
-        for row in rows:
-            if row["phase"] == "reported" and "curve" in row:
-                folders.setdefault(row["arm"], []).append(folder_of(row["command"], at))
-    plot(results / f"{name}.png", rows, [line for line in table if line["metric"] in shown], folders)
+    pictures.draw(name)
+
+
+def untrained(arm: Arm, metrics: tuple, at: str, more: str = "") -> dict:
+    """{metric: score} of the policy before training, on the arm's held-out prompts: mean over three seeds."""
+    still = arm._replace(name="untrained")
+    rows = run_rows([(still, 1e-30, seed, f"--num-steps 1 {more}") for seed in (1, 2, 3)], at)
+    scores = {}
+    for metric in metrics:
+        key = "eval/accuracy" if metric == "curve" else metric
+        scores[metric] = fmean(row[key] for row in rows)
+    return scores
+
+
+def untrained_lines(arms: list[Arm], metrics: list[str], at: str) -> list[dict]:
+    """Lines of NAME_arms.csv, for each panel."""
+    first_of = {}
+    for arm in arms:
+        first_of.setdefault(arm.panel, arm)
+    scored = [metric for metric in metrics if metric not in ("clipped", "grad_norm_max")]
+    lines = []
+    for panel, arm in first_of.items():
+        for metric, score in untrained(arm, scored, at).items():
+            lines.append({"panel": panel, "arm": "untrained", "metric": metric, "mean": score})
+    return lines
 
 
 def run_rows(runs: list[tuple], at: str) -> list[dict]:

@@ -25,7 +25,7 @@ from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import CompareMeans, DescrStatsW
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from paper import miniature
+from paper import miniature, pictures
 from paper.miniature import GRPO, MAIN, ONLINE, WIDE, Arm, arms
 from toy import make
 
@@ -63,6 +63,7 @@ ON_LOW_ENTROPY = (
 )
 ON_PROBLEMS = ("--eval-dataset runs/problems_tuning.jsonl", "")  # the report's are the first of the test set
 CURVE = "--eval-every 32 --eval-samples 128"
+FAST = "--dtype float32"  # a step takes half the time of the toys' float64
 OWN_BOUND = "--no-humanline --epsilon 1e9"
 MARGIN = 0.05  # of the judge, within which arms are on a par
 
@@ -195,7 +196,7 @@ STALE = {  # S = 64 but for the last
 
 def stale_arms() -> list[Arm]:
     made = []
-    for arm in arms("S = 64", "grpo_math", (1e-4, 3e-4, 1e-3), STALE, CURVE):
+    for arm in arms("S = 64", "grpo_math", (1e-4, 3e-4, 1e-3), STALE, f"{FAST} {CURVE}"):
         variant = arm.name.lower().replace(" ", "-")
         if variant.startswith(("clip-higher", "cispo", "icepop", "gspo", "m2po")):
             arm = arm._replace(program=f"paper/variants.py {variant}")
@@ -225,9 +226,9 @@ PARITY = {
 
 # The toy's settings, which a named --model does not bring.
 SETTINGS = {
-    "kto": "--num-steps 320 --k 32 --max-new-tokens 64 --generation-batch-size 256 --dtype float64 "
+    "kto": "--num-steps 320 --k 32 --max-new-tokens 64 --generation-batch-size 256 "
     "--beta 2.5 --max-grad-norm 1",
-    "grpo": "--num-steps 320 --k 32 --max-new-tokens 64 --generation-batch-size 256 --dtype float64",
+    "grpo": "--num-steps 320 --k 32 --max-new-tokens 64 --generation-batch-size 256",
 }
 
 
@@ -247,12 +248,12 @@ def instance_arms() -> list[Arm]:
 
 
 MAIN_ARMS = [
-    *arms("KTO", "kto", (3e-5, 1e-4, 3e-4), MAIN),
-    *arms("GRPO", "grpo", GRPO, MAIN | {"offline": WIDE}),
+    *arms("KTO", "kto", (3e-5, 1e-4, 3e-4), MAIN, FAST),
+    *arms("GRPO", "grpo", GRPO, MAIN | {"offline": WIDE}, FAST),
 ]
 LOW_ENTROPY = (
     "--model toy/low_entropy/policy --reward-model toy/low_entropy/reward_model "
-    "--dtype float64 --num-steps 320 --adam-eps 1e-2 --max-new-tokens 80 --generation-batch-size 256"
+    f"{FAST} --num-steps 320 --adam-eps 1e-2 --max-new-tokens 80 --generation-batch-size 256"
 )
 PAIRS = "--dataset toy/low_entropy/preferences_train.jsonl.gz"
 PROMPTS = "--dataset toy/low_entropy/prompts_train.jsonl.gz --online"
@@ -292,8 +293,8 @@ STUDIES = {
     ),
     "syncing": Study(
         arms=[
-            *arms("GRPO offline", "grpo", GRPO, PARTS),
-            *arms("GRPO offline", "grpo", (1e-5, 3e-5, 1e-4), {"k=1": "--k 1"}),
+            *arms("GRPO offline", "grpo", GRPO, PARTS, FAST),
+            *arms("GRPO offline", "grpo", (1e-5, 3e-5, 1e-4), {"k=1": "--k 1"}, FAST),
         ],
         seeds=range(21, 29),
         metrics=("judge", "eval/reward"),
@@ -324,19 +325,6 @@ STUDIES = {
 
 
 # === Runs ===
-def untrained(study: Study, panel: str, at: str) -> dict:
-    """The csv's row of the untrained policy, and its scores: means over the tuning seeds."""
-    arm = next(arm for arm in [*study.tuned, *study.arms] if arm.panel == panel)
-    _, data = study.data
-    still = arm._replace(name="untrained")
-    rows = miniature.run_rows([(still, 1e-30, seed, f"--num-steps 1 {data}") for seed in TUNING_SEEDS], at)
-    scores = {}
-    for metric in study.metrics:
-        key = "eval/accuracy" if metric == "curve" else metric
-        scores[metric] = float(np.mean([row[key] for row in rows]))
-    return scores
-
-
 def tune(study: Study, scores: dict, at: str) -> tuple:
     """{arm: (rate, option)} with the best mean of the primary metric, and the rows of all tuning runs.
 
@@ -393,10 +381,13 @@ def run_study(name: str, seeds: int = 0):
     panels = list(dict.fromkeys(arm.panel for arm in study.arms))
     if study.tuned:
         panels = list(dict.fromkeys(arm.panel for arm in [*study.tuned, *study.arms]))
-    scores = {panel: untrained(study, panel, at) for panel in panels}
+    _, data = study.data
+    scores = {}  # {panel: {metric: the untrained policy's score}}
+    for panel in panels:
+        first = next(arm for arm in [*study.tuned, *study.arms] if arm.panel == panel)
+        scores[panel] = miniature.untrained(first, study.metrics, at, data)
     found, rows = tune(study, scores, at)
     best = {(arm.script, arm.name): choice for arm, choice in found.items()}
-    _, data = study.data
     runs = []
     for arm in study.arms:
         lr, option = best.get((arm.script, arm.name), (arm.lrs[0], ""))
@@ -421,9 +412,7 @@ def run_study(name: str, seeds: int = 0):
     miniature.write_csv(results / f"{name}.csv", rows + reported)
     miniature.write_csv(results / f"{name}_arms.csv", table)
     miniature.write_csv(results / f"{name}_tests.csv", study.test(reported))
-    miniature.plot(results / f"{name}.png", reported, table, {}, same_scale=True)
-    if name == "dpo":
-        plot_divergence(results / f"{name}_kl.png", reported)
+    pictures.draw(name)
 
 
 def divergence(folder: Path) -> float:
@@ -444,17 +433,6 @@ def divergence(folder: Path) -> float:
             logps, mask = make.completion_logps(model, tokenizer, prompts, completions)
         sums.append((logps * mask).sum(1))
     return (sums[0] - sums[1]).mean().item()
-
-
-def plot_divergence(path, rows: list[dict]):
-    """The judge's score of every whole run against its distance from the initial policy."""
-    figure, ax = miniature.plt.subplots(figsize=(5, 4), layout="constrained")
-    for arm in dict.fromkeys(row["arm"] for row in rows):
-        runs = [row for row in rows if row["arm"] == arm and not row["failed"]]
-        ax.plot([row["kl"] for row in runs], [row["judge"] for row in runs], "o", label=arm, alpha=0.7)
-    ax.set(xlabel="mean log π/π_0 of the samples, nats", ylabel="hidden judge")
-    ax.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
 
 
 # === Quality against time ===
@@ -484,7 +462,7 @@ def run_time(seeds: int = 3):
     miniature.write_csv(results / "time.csv", rows)
     table = seconds_to_target(rows)
     miniature.write_csv(results / "time_arms.csv", table)
-    plot_time(results / "time.png", rows)
+    pictures.draw("time")
 
 
 def read_rows(name: str) -> list[dict]:
@@ -533,25 +511,3 @@ def seconds_to_target(rows: list[dict]) -> list[dict]:
             line |= {"seconds": min(reached, default=""), "all_seconds": points[-1]["seconds"]}
             lines.append(line)
     return lines
-
-
-def plot_time(path, rows: list[dict]):
-    """Each run's score against its seconds; arms by colour."""
-    panels = list(dict.fromkeys(row["panel"] for row in rows))
-    figure, axes = miniature.plt.subplots(
-        1, len(panels), figsize=(4 * len(panels), 3.5), layout="constrained"
-    )
-    for ax, panel in zip(axes, panels):
-        names = list(dict.fromkeys(row["arm"] for row in rows if row["panel"] == panel))
-        for number, arm in enumerate(names):
-            runs = {}
-            for row in rows:
-                if (row["panel"], row["arm"]) == (panel, arm):
-                    runs.setdefault(row["seed"], []).append((row["seconds"], row["score"]))
-            for points in runs.values():
-                label = arm if points is next(iter(runs.values())) else None
-                ax.plot(*zip(*points), color=f"C{number}", alpha=0.7, linewidth=1, label=label)
-        metric = next(row["metric"] for row in rows if row["panel"] == panel)
-        ax.set(title=panel, xlabel="seconds of training", ylabel=metric)
-        ax.legend(fontsize=7)
-    figure.savefig(path, dpi=110)

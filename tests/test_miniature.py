@@ -431,7 +431,7 @@ def test_the_committed_learning_rates_are_the_best_of_their_grids(name):
 
 @pytest.mark.parametrize("name", COMMITTED)
 def test_the_committed_statistics_are_those_of_the_committed_rows(name):
-    saved = read_csv(RESULTS / f"{name}_arms.csv")
+    saved = [line for line in read_csv(RESULTS / f"{name}_arms.csv") if line["arm"] != "untrained"]
     metrics = list(dict.fromkeys(line["metric"] for line in saved))
     metric = "eval/accuracy" if name == "figure7" else "eval/reward"
     assert metrics[:2] == [metric, "judge"]

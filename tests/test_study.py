@@ -60,8 +60,8 @@ def test_an_instance_is_trained_with_the_settings_of_the_toy(tmp_path, monkeypat
     for arm in study.instance_arms():
         toy, instance = of_toy[arm.script, arm.name], settings(arm)
         different = {key for key in toy if toy[key] != instance[key]}
-        assert different == {"model", "reward_model", "dataset", "eval_dataset", "dtype"}
-        assert (toy["dtype"], instance["dtype"]) == ("auto", "float64")  # which auto is for the toy
+        assert different == {"model", "reward_model", "dataset", "eval_dataset"}
+        assert toy["dtype"] == "float32"
 
 
 def test_tuning_and_report_share_no_prompt_and_no_problem(tmp_path):

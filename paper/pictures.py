@@ -1,0 +1,255 @@
+"""The pictures of paper/results, from its csvs alone.
+
+    pip install -r paper/requirements.txt
+    python paper/pictures.py figure8 stale      # all that have csvs if none is named
+
+In a panel a dot is a run, a square the mean over seeds, a bar its 95% interval, a dotted line the score
+before training. Panels share one scale. A few far runs do not set it: they, and means and bars out there,
+are cut at the edge, where a triangle has a run's value beside it.
+"""
+
+import csv
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import tyro
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from paper import curves  # noqa: E402
+
+RESULTS = ROOT / "paper" / "results"
+UNITS = {
+    "eval/reward": "reward model's score",
+    "judge": "hidden judge's score",
+    "eval/accuracy": "accuracy at the end, share of problems",
+    "curve": "accuracy, mean over training, share of problems",
+}
+SHOWN = {"figure7": ("eval/accuracy", "curve"), "stale": ("curve", "eval/accuracy")}
+MEANING = "dot: a run; square, bar: mean, 95% interval; dotted: before training"
+TEST = "p: Welch's test against the first arm by the {}, Holm over the figure"
+TEXT = ("command", "commit", "panel", "arm", "phase", "failed", "metric", "against", "first", "second")
+AT_STEP = "eval/accuracy@"  # columns of the evaluations during training: "eval/accuracy@32"
+
+
+def read(name: str) -> list[dict]:
+    """The rows of a csv with numbers as numbers, without empty cells."""
+    rows = []
+    with (RESULTS / f"{name}.csv").open(newline="") as file:
+        for line in csv.DictReader(file):
+            rows.append({key: value if key in TEXT else float(value) for key, value in line.items() if value})
+    return rows
+
+
+def draw(name: str):
+    """Writes paper/results/NAME.png."""
+    if name == "time":
+        return draw_time(read("time"))
+    rows = [row for row in read(name) if row["phase"] == "reported"]
+    shown = SHOWN.get(name, ("eval/reward", "judge"))
+    lines = [line for line in read(f"{name}_arms") if line["metric"] in shown]
+    if name == "figure8":
+        return draw_sweep(rows, lines, shown)
+    draw_arms(name, rows, lines, shown)
+    if name == "dpo":
+        draw_divergence(rows)
+
+
+def save(figure, name: str):
+    figure.savefig(RESULTS / f"{name}.png", dpi=110)
+    plt.close(figure)
+
+
+# === Arms side by side ===
+def draw_arms(name: str, rows: list[dict], lines: list[dict], shown: tuple):
+    """A panel for each part of the figure, a line for each arm; and learning curves where there are any."""
+    panels = list(dict.fromkeys(line["panel"] for line in lines))
+    with_curves = any(column.startswith(AT_STEP) for row in rows for column in row)
+    most = max(len(arms_of(lines, panel)) for panel in panels)
+    height = 1.4 + 0.42 * most
+    width = max(1 + 3.4 * len(panels), 6)
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(width, height), layout="constrained", squeeze=False, sharex=True
+    )
+    low, high = limits(rows, lines, shown)
+    for ax, panel in zip(axes[0], panels):
+        of_panel = [line for line in lines if line["panel"] == panel]
+        draw_panel(ax, panel, of_panel, [row for row in rows if row["panel"] == panel], shown, low, high)
+    axes[0, 0].set_xlim(low, high)
+    axes[0, 0].legend(fontsize=7)
+    meaning = f"score of held-out prompts\n{MEANING}"
+    if any("p_holm" in line for line in lines):
+        meaning += f"\n{TEST.format(UNITS[shown[0]])}"
+    figure.supxlabel(meaning, fontsize=7)
+    save(figure, name)
+    if with_curves:
+        draw_curves(name, rows, lines)
+
+
+def arms_of(lines: list[dict], panel: str) -> list[str]:
+    names = [line["arm"] for line in lines if line["panel"] == panel and line["arm"] != "untrained"]
+    return list(dict.fromkeys(names))
+
+
+def limits(rows: list[dict], lines: list[dict], shown: tuple) -> tuple[float, float]:
+    """Of the scale: the middle 90% of all runs and the scores before training, and some more."""
+    values = [row[metric] for row in rows for metric in shown if metric in row]
+    before = [line["mean"] for line in lines if line["arm"] == "untrained"]
+    low, high = np.quantile(values, (0.05, 0.95))
+    low, high = min([low, *before]), max([high, *before])
+    margin = 0.15 * (high - low)
+    return low - margin, high + margin
+
+
+def draw_panel(ax, panel: str, lines: list[dict], rows: list[dict], shown: tuple, low: float, high: float):
+    names = arms_of(lines, panel)
+    labels = dict.fromkeys(names, "")
+    for line in lines:
+        place = shown.index(line["metric"])
+        color = f"C{place}"
+        if line["arm"] == "untrained":
+            ax.axvline(line["mean"], color=color, linestyle=":", linewidth=1)
+            continue
+        height = names.index(line["arm"]) + 0.3 * place
+        runs = [row[line["metric"]] for row in rows if row["arm"] == line["arm"] and line["metric"] in row]
+        ax.plot(runs, [height] * len(runs), "o", color=color, alpha=0.3, markersize=3)
+        mark_outside(ax, runs, height, low, high, color)
+        if "mean" in line:
+            legend = UNITS[line["metric"]] if line["arm"] == names[0] else None  # once
+            ax.plot([line["mean"]], [height], "s", color=color, markersize=4, label=legend)
+        if "low" in line:
+            ax.plot([line["low"], line["high"]], [height] * 2, color=color, linewidth=1.5)
+        if place == 0:
+            labels[line["arm"]] = label_of(line)
+    ax.set_yticks(range(len(names)), labels.values(), fontsize=7)
+    ax.tick_params(axis="x", labelsize=7)
+    ax.set(title=panel, ylim=(len(names) - 0.4, -0.4))
+    ax.grid(axis="x", alpha=0.3)
+
+
+def mark_outside(ax, runs: list[float], height: float, low: float, high: float, color: str):
+    """A triangle at the edge of the scale for the runs beyond it, and their values."""
+    beyond = {
+        (low, "<", "left"): [value for value in runs if value < low],
+        (high, ">", "right"): [value for value in runs if value > high],
+    }
+    for (edge, marker, side), values in beyond.items():
+        if values:
+            ax.plot([edge], [height], marker, color=color, markersize=5, clip_on=False)
+            text = ", ".join(f"{value:.2g}" for value in sorted(values))
+            ax.annotate(f" {text} ", (edge, height), fontsize=6, ha=side, va="bottom", color=color)
+
+
+def label_of(line: dict) -> str:
+    label = f"{line['arm']}\nlr {line['lr']:g}"
+    if line.get("collapsed"):
+        label += f", {line['collapsed']:.0f} of {line['runs']:.0f} collapsed"
+    if "p_holm" in line:
+        label += f"\np = {line['p_holm']:.2g}"
+    return label
+
+
+# === Scores over an axis ===
+def draw_curves(name: str, rows: list[dict], lines: list[dict]):
+    """NAME_curves.png: accuracy of held-out problems during training, by arm."""
+    for line in lines:
+        if (line["arm"], line["metric"]) == ("untrained", "eval/accuracy"):
+            before = line["mean"]
+    figure, ax = plt.subplots(figsize=(6, 4.2), layout="constrained")
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        values = []
+        for row in rows:
+            if row["arm"] == arm and not row.get("failed"):
+                points = {int(key.removeprefix(AT_STEP)): row[key] for key in row if key.startswith(AT_STEP)}
+                values.append([before, *points.values()])
+                steps = [0, *points]
+        if values:
+            curves.draw_band(ax, arm, steps, np.array(values))
+    ax.set(xlabel="optimizer step", ylabel="accuracy, share of held-out problems")
+    ax.set_title("line, band: mean over seeds and its 95% interval, within [0, 1]", fontsize=8)
+    ax.legend(fontsize=6)
+    save(figure, f"{name}_curves")
+
+
+def draw_sweep(rows: list[dict], lines: list[dict], shown: tuple):
+    """figure8: scores over k, in powers of two."""
+    figure, ax = plt.subplots(figsize=(5.5, 4), layout="constrained")
+    for place, metric in enumerate(shown):
+        color = f"C{place}"
+        of_metric = {line["arm"]: line for line in lines if line["metric"] == metric}
+        ax.axhline(of_metric.pop("untrained")["mean"], color=color, linestyle=":", linewidth=1)
+        x = [int(arm.removeprefix("k=")) for arm in of_metric]
+        means = [line["mean"] for line in of_metric.values()]
+        ax.plot(x, means, "s-", color=color, markersize=4, label=UNITS[metric])
+        ax.vlines(
+            x,
+            [line["low"] for line in of_metric.values()],
+            [line["high"] for line in of_metric.values()],
+            color=color,
+        )
+        at = [int(row["arm"].removeprefix("k=")) for row in rows]
+        ax.plot(at, [row[metric] for row in rows], "o", color=color, alpha=0.3, markersize=3)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(x, x)
+    ax.set(xlabel="k, optimizer steps between syncs", ylabel="score of held-out prompts")
+    ax.set_title(MEANING, fontsize=8)
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=7)
+    save(figure, "figure8")
+
+
+def draw_divergence(rows: list[dict]):
+    """dpo_kl.png: the judge's score of every whole run against its distance from the initial policy."""
+    figure, ax = plt.subplots(figsize=(5.5, 4), layout="constrained")
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        runs = [row for row in rows if row["arm"] == arm and "kl" in row]
+        ax.plot([row["kl"] for row in runs], [row["judge"] for row in runs], "o", label=arm, alpha=0.7)
+    ax.set(xlabel="mean log π/π_0 of the samples, nats", ylabel=UNITS["judge"])
+    ax.set_title("dot: a run", fontsize=8)
+    ax.legend(fontsize=7)
+    save(figure, "dpo_kl")
+
+
+def draw_time(rows: list[dict]):
+    """time.png: each run's score against its seconds; arms by colour."""
+    panels = list(dict.fromkeys(row["panel"] for row in rows))
+    size = (4 * len(panels), 3.7)
+    figure, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained")
+    for ax, panel in zip(axes, panels):
+        runs = {}  # {(arm, seed): [(seconds, score)]}
+        for row in rows:
+            if row["panel"] == panel:
+                runs.setdefault((row["arm"], row["seed"]), []).append((row["seconds"], row["score"]))
+                metric = row["metric"]
+        arms = list(dict.fromkeys(arm for arm, _ in runs))
+        labelled = set()
+        for (arm, _), points in runs.items():
+            label = None if arm in labelled else arm
+            labelled.add(arm)
+            ax.plot(*zip(*points), color=f"C{arms.index(arm)}", alpha=0.7, linewidth=1, label=label)
+        ax.set(title=panel, xlabel="seconds of training", ylabel=UNITS[metric].replace(" at the end", ""))
+        ax.legend(fontsize=7)
+    figure.supxlabel("line: a run, without the seconds of its evaluations", fontsize=7)
+    save(figure, "time")
+
+
+def main(names: tyro.conf.Positional[list[str]] = []):  # noqa: B006
+    """Args:
+    names: figures, tables or studies; all that have csvs if none is named.
+    """
+    known = sorted(path.stem.removesuffix("_arms") for path in RESULTS.glob("*_arms.csv"))
+    for name in names:
+        if name not in known:
+            raise SystemExit(f"error: {name!r} has no csv in {RESULTS}; there are {', '.join(known)}")
+    for name in names or known:
+        draw(name)
+        print(f"wrote {RESULTS / name}.png")
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)
