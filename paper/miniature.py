@@ -51,6 +51,8 @@ MORE_CODE = {
     "stale": ["paper/variants.py"],
     "time": ["paper/variants.py"],
     "instances": ["toy/make.py"],
+    "parity": ["toy/make.py"],  # as above: they share runs, and syncing too
+    "syncing": ["toy/make.py"],
     "dpo": ["toy/low_entropy"],
 }
 TUNING_SEEDS = (1,)
@@ -116,6 +118,7 @@ ROUNDS = {
     "S=64 + humanline, k=20": "--k 20",
     "S=64 + humanline, k=1": "--k 1",
     "S=64": "--no-humanline",
+    "S=64, ε 0.5": "--no-humanline --epsilon 0.5",
     "online, S=1": "--no-humanline --sample-every 1",
 }
 INTERVALS = {"k=1": "--k 1", "k=4": "--k 4", "k=16": "--k 16", "k=32": "", "k=64": "--k 64"}

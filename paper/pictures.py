@@ -123,7 +123,10 @@ def draw_panel(ax, panel: str, lines: list[dict], rows: list[dict], shown: tuple
             legend = UNITS[line["metric"]] if line["arm"] == names[0] else None  # once
             ax.plot([line["mean"]], [height], "s", color=color, markersize=4, label=legend)
         if "low" in line:
-            ax.plot([line["low"], line["high"]], [height] * 2, color=color, linewidth=1.5)
+            ends = [line["low"], line["high"]]
+            if line["metric"] in ("eval/accuracy", "curve"):
+                ends = np.clip(ends, 0, 1)
+            ax.plot(ends, [height] * 2, color=color, linewidth=1.5)
         if place == 0:
             labels[line["arm"]] = label_of(line)
     ax.set_yticks(range(len(names)), labels.values(), fontsize=7)

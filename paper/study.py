@@ -210,16 +210,16 @@ def parts() -> dict[str, str]:
     """{name: flags} of the arms of syncing: every combination of its three settings."""
     found = {}
     for sync, flags in {"no sync": "--sync none", "k=16": "--k 16"}.items():
-        for clip in ("clip", "none"):
-            for epsilon in ("0.15", "0.5", "2"):
-                found[f"{sync}, {clip}, ε {epsilon}"] = f"{flags} --clip {clip} --epsilon {epsilon}"
+        for clip, unclipped in {"clip": "", "none": "--clip none"}.items():
+            for epsilon, wider in {"0.15": "", "0.5": "--epsilon 0.5", "2": "--epsilon 2"}.items():
+                found[f"{sync}, {clip}, ε {epsilon}"] = " ".join(f"{flags} {unclipped} {wider}".split())
     return found
 
 
 PARTS = parts()
 PARITY = {
     "offline + humanline, k=16": "--k 16",
-    "offline + humanline, k=32": "--k 32",
+    "offline + humanline, k=32": "",  # the default
     "online": ONLINE,
     "online + humanline": "--online",
 }
@@ -313,8 +313,8 @@ STUDIES = {
     ),
     "parity": Study(
         arms=[
-            *arms("GRPO", "grpo", GRPO, PARITY),
-            *arms("KTO", "kto", (3e-5, 1e-4, 3e-4), PARITY),
+            *arms("GRPO", "grpo", GRPO, PARITY, FAST),
+            *arms("KTO", "kto", (3e-5, 1e-4, 3e-4), PARITY, FAST),
         ],
         seeds=range(21, 36),
         metrics=("judge", "eval/reward"),

@@ -28,7 +28,7 @@ ABOUT = {
     "figure5": {"clip", "sync"},
     "figure5_dpo": {"clip"},
     "figure6": {"dataset"},
-    "figure7": {"humanline", "sample_every", "k"},
+    "figure7": {"humanline", "sample_every", "k", "epsilon"},
     "figure8": {"k"},
     "figure10": {"clip", "sync", "k"},
     "table6": {"log_epsilon_P", "log_epsilon_R"},
