@@ -221,6 +221,16 @@ def shell(line: str) -> subprocess.CompletedProcess:
     return subprocess.run(line, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
+def prepare(line: str, at: str):
+    """Makes the data of a run, once."""
+    made = folder_of(line, at).with_suffix(".made")
+    made.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(made.with_suffix(".lock")):
+        if not made.exists():
+            shell(line).check_returncode()
+            write(made, line)
+
+
 def run_all(lines: list[str], at: str):
     lines = list(dict.fromkeys(lines))
     preparations = set()
@@ -230,8 +240,7 @@ def run_all(lines: list[str], at: str):
             preparations.add(before)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
-            for done in pool.map(shell, preparations):
-                done.check_returncode()
+            list(pool.map(lambda line: prepare(line, at), preparations))
             ended = pool.map(lambda line: run_once(line, at), lines)
             list(tqdm(ended, total=len(lines), unit="run"))
         finally:
@@ -399,33 +408,37 @@ def main(name: Annotated[str, tyro.conf.Positional], seeds: int = 0):
     table = []
     for key in metrics:
         table += compare(rows, key)
-    table += untrained_lines(FIGURES[name], metrics, at)
+    scored = [metric for metric in metrics if metric not in ("clipped", "grad_norm_max")]
+    table += untrained_lines(untrained(FIGURES[name], scored, at))
     results = ROOT / "paper" / "results"
     write_csv(results / f"{name}.csv", rows)
     write_csv(results / f"{name}_arms.csv", table)
     pictures.draw(name)
 
 
-def untrained(arm: Arm, metrics: tuple, at: str, more: str = "") -> dict:
-    """{metric: score} of the policy before training, on the arm's held-out prompts: mean over three seeds."""
-    still = arm._replace(name="untrained")
-    rows = run_rows([(still, 1e-30, seed, f"--num-steps 1 {more}") for seed in (1, 2, 3)], at)
+def untrained(arms: list[Arm], metrics: list[str], at: str, more: str = "") -> dict[str, dict]:
+    """{panel: {metric: score before training}}, each the mean over three seeds of the evaluation."""
+    first_of = {}
+    for arm in arms:
+        first_of.setdefault(arm.panel, arm._replace(name="untrained"))
+    runs = []
+    for arm in first_of.values():
+        runs += [(arm, 1e-30, seed, f"--num-steps 1 {more}") for seed in (1, 2, 3)]
+    rows = run_rows(runs, at)
     scores = {}
-    for metric in metrics:
-        key = "eval/accuracy" if metric == "curve" else metric
-        scores[metric] = fmean(row[key] for row in rows)
+    for panel in first_of:
+        scores[panel] = {}
+        for metric in metrics:
+            key = "eval/accuracy" if metric == "curve" else metric
+            scores[panel][metric] = fmean(row[key] for row in rows if row["panel"] == panel)
     return scores
 
 
-def untrained_lines(arms: list[Arm], metrics: list[str], at: str) -> list[dict]:
-    """Lines of NAME_arms.csv, for each panel."""
-    first_of = {}
-    for arm in arms:
-        first_of.setdefault(arm.panel, arm)
-    scored = [metric for metric in metrics if metric not in ("clipped", "grad_norm_max")]
+def untrained_lines(scores: dict[str, dict]) -> list[dict]:
+    """Their lines in NAME_arms.csv."""
     lines = []
-    for panel, arm in first_of.items():
-        for metric, score in untrained(arm, scored, at).items():
+    for panel, of_panel in scores.items():
+        for metric, score in of_panel.items():
             lines.append({"panel": panel, "arm": "untrained", "metric": metric, "mean": score})
     return lines
 

@@ -55,6 +55,8 @@ def draw(name: str):
     lines = [line for line in read(f"{name}_arms") if line["metric"] in shown]
     if name == "figure8":
         return draw_sweep(rows, lines, shown)
+    if name == "instances":
+        return draw_instances(rows, lines)
     draw_arms(name, rows, lines, shown)
     if name == "dpo":
         draw_divergence(rows)
@@ -204,6 +206,43 @@ def draw_sweep(rows: list[dict], lines: list[dict], shown: tuple):
     ax.grid(alpha=0.3)
     ax.legend(fontsize=7)
     save(figure, "figure8")
+
+
+def draw_instances(rows: list[dict], lines: list[dict]):
+    """instances.png: the judge's score by arm; a line joins the means of an instance of the task."""
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.6), layout="constrained", sharey=True)
+    for ax, script in zip(axes, ("KTO", "GRPO")):
+        means = instance_means(script, rows, lines)
+        places = range(len(means))
+        for instance, scores in enumerate(zip(*means.values()), 1):
+            ax.plot(places, scores, "o-", alpha=0.5, markersize=3, linewidth=1, label=f"instance {instance}")
+        table = np.array(list(means.values())).T  # (instances, arms)
+        half = curves.interval(table)
+        ax.errorbar(places, table.mean(0), yerr=half, fmt="s", color="black", markersize=5, capsize=3)
+        names = [arm.replace("offline + humanline", "offline +\nhumanline") for arm in means]
+        ax.set_xticks(places, names, fontsize=8)
+        ax.set_title(script)
+        ax.grid(axis="y", alpha=0.3)
+    axes[0].set_ylabel(UNITS["judge"])
+    axes[0].legend(fontsize=7)
+    meaning = "dot: mean of an instance's runs; square, bar: mean of the instances, 95% interval"
+    figure.supxlabel(meaning, fontsize=7)
+    save(figure, "instances")
+
+
+def instance_means(script: str, rows: list[dict], lines: list[dict]) -> dict[str, list[float]]:
+    """{arm: the judge's mean score in each instance}."""
+    means = {"untrained": []}
+    panels = dict.fromkeys(row["panel"] for row in rows if row["panel"].startswith(f"{script} "))
+    for line in lines:
+        if line["panel"] in panels and (line["arm"], line["metric"]) == ("untrained", "judge"):
+            means["untrained"].append(line["mean"])
+    for arm in ("offline", "offline + humanline", "online"):
+        means[arm] = []
+        for panel in panels:
+            scores = [row["judge"] for row in rows if (row["panel"], row["arm"]) == (panel, arm)]
+            means[arm].append(float(np.mean(scores)))
+    return means
 
 
 def draw_divergence(rows: list[dict]):

@@ -378,14 +378,8 @@ def run_study(name: str, seeds: int = 0):
     """Makes the files of a study. seeds: reported runs of an arm, the first of the plan's; 0: all."""
     study = STUDIES[name]
     at = miniature.commit(name)
-    panels = list(dict.fromkeys(arm.panel for arm in study.arms))
-    if study.tuned:
-        panels = list(dict.fromkeys(arm.panel for arm in [*study.tuned, *study.arms]))
     _, data = study.data
-    scores = {}  # {panel: {metric: the untrained policy's score}}
-    for panel in panels:
-        first = next(arm for arm in [*study.tuned, *study.arms] if arm.panel == panel)
-        scores[panel] = miniature.untrained(first, study.metrics, at, data)
+    scores = miniature.untrained([*study.tuned, *study.arms], study.metrics, at, data)
     found, rows = tune(study, scores, at)
     best = {(arm.script, arm.name): choice for arm, choice in found.items()}
     runs = []
@@ -405,9 +399,7 @@ def run_study(name: str, seeds: int = 0):
         for line in miniature.compare(reported, metric):
             # The tests are the plan's, in NAME_tests.csv.
             table.append({key: line[key] for key in line if key in miniature.INTERVAL})
-        for panel in panels:
-            line = {"panel": panel, "arm": "untrained", "metric": metric}
-            table.append(line | {"mean": scores[panel][metric]})
+    table += miniature.untrained_lines(scores)
     results = miniature.ROOT / "paper" / "results"
     miniature.write_csv(results / f"{name}.csv", rows + reported)
     miniature.write_csv(results / f"{name}_arms.csv", table)

@@ -30,7 +30,7 @@ def of_lines(axes, marker: str) -> set[float]:
     return points
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("figure8", "time")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("figure8", "time", "instances")])
 def test_dots_are_runs_squares_are_means_and_dotted_lines_the_score_before(name, figures):
     pictures.draw(name)
     figure = figures[name]
@@ -73,6 +73,25 @@ def test_figure_8_is_over_powers_of_two(figures):
     reward = axes.get_lines()[1]
     means = [line["mean"] for line in pictures.read("figure8_arms") if line["metric"] == "eval/reward"]
     assert reward.get_ydata().tolist() == means[:-1]  # the last is the untrained policy's
+
+
+def test_instances_are_lines_of_means_over_their_seeds(figures):
+    arms = ("offline", "offline + humanline", "online")
+    rows, lines = [], []
+    for script, plus in (("KTO", 0), ("GRPO", 10)):
+        for instance in (1, 2):
+            panel = f"{script} {instance}"
+            lines.append({"panel": panel, "arm": "untrained", "metric": "judge", "mean": plus - instance})
+            for place, arm in enumerate(arms):
+                for seed in (0, 1):
+                    score = plus + instance + place + seed
+                    rows.append({"panel": panel, "arm": arm, "judge": score})
+    pictures.draw_instances(rows, lines)
+    kto, grpo = figures["instances"].axes
+    for axes, plus in ((kto, 0), (grpo, 10)):
+        one, two = (line.get_ydata().tolist() for line in axes.get_lines()[:2])
+        assert one == [plus - 1, plus + 1.5, plus + 2.5, plus + 3.5]
+        assert two == [plus - 2, plus + 2.5, plus + 3.5, plus + 4.5]
 
 
 @pytest.mark.parametrize("scale", [1, 2])
