@@ -4,8 +4,8 @@
     python paper/pictures.py figure8 stale      # all that have csvs if none is named
 
 In a panel a dot is a run, a square the mean over seeds, a bar its 95% interval, a dotted line the score
-before training. Panels share one scale. A few far runs do not set it: they, and means and bars out there,
-are cut at the edge, where a triangle has a run's value beside it.
+before training. Panels that are compared share one scale. A few far runs do not set it: a triangle at the
+edge has their values beside it, and the mean if that is beyond; bars are cut there.
 """
 
 import csv
@@ -15,6 +15,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import tyro
+from cycler import cycler
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -30,9 +31,11 @@ UNITS = {
     "eval/accuracy": "accuracy at the end, share of problems",
     "curve": "accuracy, mean over training, share of problems",
 }
-SHOWN = {"figure7": ("eval/accuracy", "curve"), "stale": ("curve", "eval/accuracy")}
+SHARES = ("eval/accuracy", "curve")
+SHOWN = {"figure7": ("curve", "eval/accuracy"), "stale": ("curve", "eval/accuracy")}
+NOTES = {"figure6": "\nquartile 1: the chosen completions that are least likely under the initial policy"}
 MEANING = "dot: a run; square, bar: mean, 95% interval; dotted: before training"
-TEST = "p: Welch's test against the first arm by the {}, Holm over the figure"
+TEST = "p: Welch's test against the first arm by the {}, Holm over the figure's tests of it"
 TEXT = ("command", "commit", "panel", "arm", "phase", "failed", "metric", "against", "first", "second")
 AT_STEP = "eval/accuracy@"  # columns of the evaluations during training: "eval/accuracy@32"
 
@@ -71,26 +74,47 @@ def save(figure, name: str):
 def draw_arms(name: str, rows: list[dict], lines: list[dict], shown: tuple):
     """A panel for each part of the figure, a line for each arm; and learning curves where there are any."""
     panels = list(dict.fromkeys(line["panel"] for line in lines))
-    with_curves = any(column.startswith(AT_STEP) for row in rows for column in row)
     most = max(len(arms_of(lines, panel)) for panel in panels)
-    height = 1.4 + 0.42 * most
-    width = max(1 + 3.4 * len(panels), 6)
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(width, height), layout="constrained", squeeze=False, sharex=True
-    )
-    low, high = limits(rows, lines, shown)
+    size = (max(1 + 3.4 * len(panels), 6), 1.9 + 0.42 * most)
+    figure, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
     for ax, panel in zip(axes[0], panels):
+        compared = [other for other in panels if scale_of(other) == scale_of(panel)]
+        ends = limits(
+            [row for row in rows if row["panel"] in compared],
+            [line for line in lines if line["panel"] in compared],
+            shown,
+        )
         of_panel = [line for line in lines if line["panel"] == panel]
-        draw_panel(ax, panel, of_panel, [row for row in rows if row["panel"] == panel], shown, low, high)
-    axes[0, 0].set_xlim(low, high)
-    axes[0, 0].legend(fontsize=7)
-    meaning = f"score of held-out prompts\n{MEANING}"
-    if any("p_holm" in line for line in lines):
-        meaning += f"\n{TEST.format(UNITS[shown[0]])}"
-    figure.supxlabel(meaning, fontsize=7)
+        draw_panel(ax, panel, of_panel, [row for row in rows if row["panel"] == panel], shown, *ends)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=7)
+    figure.supxlabel(explanation(name, lines, shown), fontsize=7)
     save(figure, name)
-    if with_curves:
+    if any(column.startswith(AT_STEP) for row in rows for column in row):
         draw_curves(name, rows, lines)
+
+
+def scale_of(panel: str) -> str:
+    """Panels of one scale: those of "KTO, lr 1e-3" and "KTO, lr 2e-3"; without a comma all."""
+    script, comma, _ = panel.partition(", ")
+    return script if comma else ""
+
+
+def explanation(name: str, lines: list[dict], shown: tuple) -> str:
+    """What stands below the panels: what marks mean, and a study's tests if they are few."""
+    text = f"score of held-out prompts\n{MEANING}"
+    if shown[0] in SHARES:
+        text += "; bars within [0, 1]"
+    if any("p_holm" in line for line in lines):
+        text += f"\n{TEST.format(UNITS[shown[0]].removesuffix(', share of problems'))}"
+    if (RESULTS / f"{name}_tests.csv").exists():
+        tests = read(f"{name}_tests")
+        for test in tests if len(tests) <= 6 else []:
+            difference = f"{test['difference']:.3f} [{test['low']:.3f}, {test['high']:.3f}]"
+            text += (
+                f"\n{test['panel']}, {test['first']} - {test['second']}: {difference}, p = {test['p']:.2g}"
+            )
+    return text + NOTES.get(name, "")
 
 
 def arms_of(lines: list[dict], panel: str) -> list[str]:
@@ -120,34 +144,38 @@ def draw_panel(ax, panel: str, lines: list[dict], rows: list[dict], shown: tuple
         height = names.index(line["arm"]) + 0.3 * place
         runs = [row[line["metric"]] for row in rows if row["arm"] == line["arm"] and line["metric"] in row]
         ax.plot(runs, [height] * len(runs), "o", color=color, alpha=0.3, markersize=3)
-        mark_outside(ax, runs, height, low, high, color)
+        mark_outside(ax, runs, line.get("mean"), height, (low, high), color)
         if "mean" in line:
             legend = UNITS[line["metric"]] if line["arm"] == names[0] else None  # once
             ax.plot([line["mean"]], [height], "s", color=color, markersize=4, label=legend)
         if "low" in line:
             ends = [line["low"], line["high"]]
-            if line["metric"] in ("eval/accuracy", "curve"):
+            if line["metric"] in SHARES:
                 ends = np.clip(ends, 0, 1)
             ax.plot(ends, [height] * 2, color=color, linewidth=1.5)
         if place == 0:
             labels[line["arm"]] = label_of(line)
     ax.set_yticks(range(len(names)), labels.values(), fontsize=7)
     ax.tick_params(axis="x", labelsize=7)
-    ax.set(title=panel, ylim=(len(names) - 0.4, -0.4))
+    ax.set(title=panel, xlim=(low, high), ylim=(len(names) - 0.4, -0.4))
     ax.grid(axis="x", alpha=0.3)
 
 
-def mark_outside(ax, runs: list[float], height: float, low: float, high: float, color: str):
-    """A triangle at the edge of the scale for the runs beyond it, and their values."""
+def mark_outside(ax, runs: list[float], mean: float | None, height: float, ends: tuple, color: str):
+    """A triangle at the edge of the scale for runs beyond it, their values, and the mean if it is there."""
+    low, high = ends
     beyond = {
-        (low, "<", "left"): [value for value in runs if value < low],
-        (high, ">", "right"): [value for value in runs if value > high],
+        (low, "<", "left"): lambda value: value < low,
+        (high, ">", "right"): lambda value: value > high,
     }
-    for (edge, marker, side), values in beyond.items():
+    for (edge, marker, side), outside in beyond.items():
+        values = sorted(value for value in runs if outside(value))
         if values:
             ax.plot([edge], [height], marker, color=color, markersize=5, clip_on=False)
-            text = ", ".join(f"{value:.2g}" for value in sorted(values))
-            ax.annotate(f" {text} ", (edge, height), fontsize=6, ha=side, va="bottom", color=color)
+            text = ", ".join(f"{value:.2g}" for value in values)
+            if outside(mean):
+                text += f"; mean {mean:.2g}"
+            ax.annotate(f"    {text}    ", (edge, height), fontsize=6, ha=side, va="bottom", color=color)
 
 
 def label_of(line: dict) -> str:
@@ -166,6 +194,7 @@ def draw_curves(name: str, rows: list[dict], lines: list[dict]):
         if (line["arm"], line["metric"]) == ("untrained", "eval/accuracy"):
             before = line["mean"]
     figure, ax = plt.subplots(figsize=(6, 4.2), layout="constrained")
+    ax.set_prop_cycle(cycler(linestyle=("-", "--")) * cycler(color=plt.cm.tab10.colors))
     for arm in dict.fromkeys(row["arm"] for row in rows):
         values = []
         for row in rows:
@@ -182,29 +211,37 @@ def draw_curves(name: str, rows: list[dict], lines: list[dict]):
 
 
 def draw_sweep(rows: list[dict], lines: list[dict], shown: tuple):
-    """figure8: scores over k, in powers of two."""
-    figure, ax = plt.subplots(figsize=(5.5, 4), layout="constrained")
-    for place, metric in enumerate(shown):
-        color = f"C{place}"
-        of_metric = {line["arm"]: line for line in lines if line["metric"] == metric}
-        ax.axhline(of_metric.pop("untrained")["mean"], color=color, linestyle=":", linewidth=1)
-        x = [int(arm.removeprefix("k=")) for arm in of_metric]
-        means = [line["mean"] for line in of_metric.values()]
-        ax.plot(x, means, "s-", color=color, markersize=4, label=UNITS[metric])
-        ax.vlines(
-            x,
-            [line["low"] for line in of_metric.values()],
-            [line["high"] for line in of_metric.values()],
-            color=color,
-        )
-        at = [int(row["arm"].removeprefix("k=")) for row in rows]
-        ax.plot(at, [row[metric] for row in rows], "o", color=color, alpha=0.3, markersize=3)
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(x, x)
-    ax.set(xlabel="k, optimizer steps between syncs", ylabel="score of held-out prompts")
-    ax.set_title(MEANING, fontsize=8)
-    ax.grid(alpha=0.3)
-    ax.legend(fontsize=7)
+    """figure8: scores over k, in powers of two; on the right without the ends that set the scale."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained", width_ratios=(5, 3))
+    for ax, smallest in zip(axes, (1, 16)):
+        ticks = {}
+        for place, metric in enumerate(shown):
+            color = f"C{place}"
+            for line in lines:
+                if line["metric"] != metric:
+                    continue
+                if line["arm"] == "untrained":
+                    if smallest == 1:
+                        ax.axhline(line["mean"], color=color, linestyle=":", linewidth=1)
+                    continue
+                k = int(line["arm"].removeprefix("k="))
+                if k < smallest:
+                    continue
+                ticks[k] = f"{k}\nlr {line['lr']:g}"
+                x = k * 2 ** (0.1 * place)  # beside the other metric's
+                ax.plot([x], [line["mean"]], "s", color=color, markersize=4, label=UNITS[metric])
+                ax.vlines(x, line["low"], line["high"], color=color)
+                scores = [row[metric] for row in rows if row["arm"] == line["arm"]]
+                ax.plot([x] * len(scores), scores, "o", color=color, alpha=0.3, markersize=3)
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(list(ticks), ticks.values(), fontsize=7)
+        ax.grid(axis="y", alpha=0.3)
+        ax.set_xlabel("k, optimizer steps between syncs")
+    axes[0].set_ylabel("score of held-out prompts")
+    axes[1].set_title("the same from 16 on", fontsize=8)
+    handles = dict(zip(*reversed(axes[0].get_legend_handles_labels())))
+    axes[0].legend(handles.values(), handles, fontsize=7)
+    figure.supxlabel(MEANING, fontsize=7)
     save(figure, "figure8")
 
 
