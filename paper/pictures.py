@@ -1,7 +1,7 @@
 """The pictures of paper/results, from its csvs alone.
 
     pip install -r paper/requirements.txt
-    python paper/pictures.py figure8 stale      # all that have csvs if none is named
+    python paper/pictures.py figure8 clipping   # all that have csvs if none is named
 
 In a panel a dot is a run, a square the mean over seeds, a bar its 95% interval, a dotted line the score
 before training. Panels that are compared share one scale. A few far runs do not set it: a triangle at the
@@ -109,11 +109,11 @@ def explanation(name: str, lines: list[dict], shown: tuple) -> str:
         text += f"\n{TEST.format(UNITS[shown[0]].removesuffix(', share of problems'))}"
     if (RESULTS / f"{name}_tests.csv").exists():
         tests = read(f"{name}_tests")
-        for test in tests if len(tests) <= 6 else []:
+        if len(tests) > 6:
+            tests = []
+        for test in tests:
             difference = f"{test['difference']:.3f} [{test['low']:.3f}, {test['high']:.3f}]"
-            text += (
-                f"\n{test['panel']}, {test['first']} - {test['second']}: {difference}, p = {test['p']:.2g}"
-            )
+            text += f"\n{test['panel']}, {test['first']} - {test['second']}: {difference}"
     return text + NOTES.get(name, "")
 
 
