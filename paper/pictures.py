@@ -247,12 +247,14 @@ def draw_sweep(rows: list[dict], lines: list[dict], shown: tuple):
 
 def draw_instances(rows: list[dict], lines: list[dict]):
     """instances.png: the judge's score by arm; a line joins the means of an instance of the task."""
-    figure, axes = plt.subplots(1, 2, figsize=(8, 3.6), layout="constrained", sharey=True)
+    ticks = (-2, -1, -0.4, -0.2, 0, 0.2, 0.4, 0.6)
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.8), layout="constrained", sharey=True)
     for ax, script in zip(axes, ("KTO", "GRPO")):
         means = instance_means(script, rows, lines)
         places = range(len(means))
         for instance, scores in enumerate(zip(*means.values()), 1):
-            ax.plot(places, scores, "o-", alpha=0.5, markersize=3, linewidth=1, label=f"instance {instance}")
+            marker = f"{'os^vD'[instance - 1]}-"
+            ax.plot(places, scores, marker, alpha=0.7, markersize=4, linewidth=1, label=f"task {instance}")
         table = np.array(list(means.values())).T  # (instances, arms)
         half = curves.interval(table)
         ax.errorbar(places, table.mean(0), yerr=half, fmt="s", color="black", markersize=5, capsize=3)
@@ -260,9 +262,11 @@ def draw_instances(rows: list[dict], lines: list[dict]):
         ax.set_xticks(places, names, fontsize=8)
         ax.set_title(script)
         ax.grid(axis="y", alpha=0.3)
+        ax.set_yscale("symlog", linthresh=0.6, linscale=1.5)  # one task ends far below the others
+        ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes[0].set_ylabel(UNITS["judge"])
     axes[0].legend(fontsize=7)
-    meaning = "dot: mean of an instance's runs; square, bar: mean of the instances, 95% interval"
+    meaning = "mark: mean of a task's runs; black, bar: mean of the tasks, 95% interval; beyond ±0.6 logarithmic"
     figure.supxlabel(meaning, fontsize=7)
     save(figure, "instances")
 
