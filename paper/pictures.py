@@ -266,7 +266,7 @@ def draw_instances(rows: list[dict], lines: list[dict]):
         ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes[0].set_ylabel(UNITS["judge"])
     axes[0].legend(fontsize=7)
-    meaning = "mark: mean of a task's runs; black, bar: mean of the tasks, 95% interval; beyond ±0.6 logarithmic"
+    meaning = "mark: a task's runs; black, bar: mean of the tasks, 95% interval; beyond ±0.6 a log scale"
     figure.supxlabel(meaning, fontsize=7)
     save(figure, "instances")
 
