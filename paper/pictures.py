@@ -104,7 +104,7 @@ def explanation(name: str, lines: list[dict], shown: tuple) -> str:
     """What stands below the panels: what marks mean, and a study's tests if they are few."""
     text = f"score of held-out prompts\n{MEANING}"
     if shown[0] in SHARES:
-        text += "; bars within [0, 1]"
+        text = f"accuracy on held-out problems\n{MEANING}; bars within [0, 1]"
     if any("p_holm" in line for line in lines):
         text += f"\n{TEST.format(UNITS[shown[0]].removesuffix(', share of problems'))}"
     if (RESULTS / f"{name}_tests.csv").exists():
@@ -193,7 +193,7 @@ def draw_curves(name: str, rows: list[dict], lines: list[dict]):
     for line in lines:
         if (line["arm"], line["metric"]) == ("untrained", "eval/accuracy"):
             before = line["mean"]
-    figure, ax = plt.subplots(figsize=(6, 4.2), layout="constrained")
+    figure, ax = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
     ax.set_prop_cycle(cycler(linestyle=("-", "--")) * cycler(color=plt.cm.tab10.colors))
     for arm in dict.fromkeys(row["arm"] for row in rows):
         values = []
@@ -204,9 +204,10 @@ def draw_curves(name: str, rows: list[dict], lines: list[dict]):
                 steps = [0, *points]
         if values:
             curves.draw_band(ax, arm, steps, np.array(values))
+            ax.lines[-1].set_linewidth(3 if "humanline" in arm else 1.5)
     ax.set(xlabel="optimizer step", ylabel="accuracy, share of held-out problems")
     ax.set_title("line, band: mean over seeds and its 95% interval, within [0, 1]", fontsize=8)
-    ax.legend(fontsize=6)
+    figure.legend(fontsize=7, loc="outside right upper")
     save(figure, f"{name}_curves")
 
 
