@@ -60,15 +60,24 @@ def gspo(args, log_ratio, mask, keys):
     return mean.expand_as(log_ratio)
 
 
-def m2po(args, log_ratio, mask, keys, limit=0.04):
-    """M2PO (2510.01161): tokens with the largest |log ratio| lose their gradient, as many as bring the mean
-    square of the others to 0.04. Over the tokens of a pass, which is the batch on the toy.
+def m2po(clipped, log_ratio, advantages, beta, epsilon, limit=0.04):
+    """M2PO (2510.01161, Algorithm 1): of the tokens that a clip could stop, those with the largest
+    |log ratio| lose their gradient, as many as bring the mean square of the others to 0.04.
+
+    A clip could stop ratios above 1 where A > 0, below 1 where A < 0. Over the tokens of a pass, which is the
+    batch on the toy.
     """
-    squares = (log_ratio.detach() ** 2)[mask > 0].sort().values
-    means = squares.cumsum(0) / torch.arange(1, len(squares) + 1)
-    kept = squares[means <= limit]
-    largest = kept[-1] if len(kept) else -1.0
-    return torch.where(log_ratio.detach() ** 2 > largest, log_ratio.detach(), log_ratio)
+    A = advantages.unsqueeze(-1)
+    ratio = clipped.exp()
+    squares = clipped.detach() ** 2
+    stoppable = A * clipped.detach() > 0
+    ordered = squares[stoppable].sort().values
+    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1)
+    kept = ordered[means <= limit]
+    largest = kept[-1] if len(kept) else 0.0
+    removed = stoppable & (squares > largest)
+    loss = penalty(log_ratio, beta) - A * torch.where(removed, ratio.detach(), ratio)
+    return loss, ratio.detach(), penalty(log_ratio, 1).detach(), removed
 
 
 VARIANTS = {  # {name: (the script's function, what replaces it)}
@@ -77,7 +86,7 @@ VARIANTS = {  # {name: (the script's function, what replaces it)}
     "cispo": ("grpo_loss", cispo),
     "icepop": ("clip_log_ratio", icepop),
     "gspo": ("clip_log_ratio", gspo),
-    "m2po": ("clip_log_ratio", m2po),
+    "m2po": ("grpo_loss", m2po),
 }
 
 

@@ -83,18 +83,24 @@ def test_gspo_has_one_ratio_for_a_sequence_and_clips_it(batch):
     np.testing.assert_allclose(gradient, mask * (kl_slope - np.where(gone, 0, A * ratio)), atol=1e-14)
 
 
-def test_m2po_removes_the_largest_log_ratios_until_the_mean_square_is_at_most_004(batch):
+def test_m2po_removes_the_largest_of_what_a_clip_could_stop_until_the_mean_square_is_004(batch):
+    log_ratio, *rest = batch
+    batch = (log_ratio / 3, *rest)
     x, mask, A, ratio, kl, kl_slope = by_hand(batch)
-    _, gradient, _ = objective("m2po", batch, epsilon=1e9)
-    squares = np.where(mask > 0, x**2, -1)
-    order = [divmod(i, T) for i in np.argsort(-squares.ravel())]
-    kept = mask.copy()
+    loss, gradient, removed = objective("m2po", batch, epsilon=1e9)
+    stoppable = ((A > 0) & (ratio > 1)) | ((A < 0) & (ratio < 1))
+    among = mask * stoppable
+    order = [divmod(i, T) for i in np.argsort(-np.where(among > 0, x**2, -1).ravel())]
+    kept = among.copy()
     for i, j in order:
         if (x**2 * kept).sum() / max(kept.sum(), 1) <= 0.04:
             break
         kept[i, j] = 0
-    assert 0 < kept.sum() < mask.sum()
-    np.testing.assert_allclose(gradient, mask * (kl_slope - kept * A * ratio), atol=1e-14)
+    assert 0 < kept.sum() < among.sum() < mask.sum()
+    gone = among - kept
+    assert (removed.numpy() == gone)[mask > 0].all()
+    np.testing.assert_allclose(loss, mask * (kl - A * ratio), atol=1e-14)
+    np.testing.assert_allclose(gradient, mask * (kl_slope - (1 - gone) * A * ratio), atol=1e-14)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
