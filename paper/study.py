@@ -437,7 +437,8 @@ def run_time(seeds: int = 3):
     """What quality costs: the arms of parity, and three of stale, at the rates that those studies found.
 
     One run at a time on a machine with nothing else to do; evaluations are not counted. A row is an
-    evaluation. _arms.csv: seconds until the score that online (S = 1) has at half of its steps, by run.
+    evaluation, by the reward (math: accuracy), since the judge sees a run's last samples alone. _arms.csv:
+    seconds until the score that online (S = 1) has at half of its steps, by run, and the judge's score.
     """
     at = miniature.commit("time")
     rows = []
@@ -474,6 +475,8 @@ def timed(row: dict, seed: int, at: str) -> list[dict]:
     folder = miniature.folder_of(line, at)
     metric = "eval/accuracy" if row["panel"] == "S = 64" else "eval/reward"
     summary = json.loads((folder / "summary.json").read_text())
+    finished, _ = summary["after"].get("eval/finished", (1.0, None))
+    judge = miniature.judged("grpo_math" if row["panel"] == "S = 64" else "", folder, finished)
     points = [(0, 0.0, summary["before"][metric][0])]
     seconds = 0.0
     for text in (folder / "metrics.jsonl").read_text().splitlines():
@@ -482,7 +485,9 @@ def timed(row: dict, seed: int, at: str) -> list[dict]:
         if metric in step:
             points.append((step["step"] + 1, seconds, step[metric]))
     base = {"command": line, "seed": seed, "commit": at, "panel": row["panel"], "arm": row["arm"]}
-    return [base | {"step": n, "seconds": s, "metric": metric, "score": score} for n, s, score in points]
+    rows = [base | {"step": n, "seconds": s, "metric": metric, "score": score} for n, s, score in points]
+    rows[-1]["judge"] = judge
+    return rows
 
 
 def seconds_to_target(rows: list[dict]) -> list[dict]:
@@ -501,5 +506,6 @@ def seconds_to_target(rows: list[dict]) -> list[dict]:
             reached = [row["seconds"] for row in points if row["score"] >= target]
             line = {"panel": panel, "arm": arm, "seed": seed, "target": target}
             line |= {"seconds": min(reached, default=""), "all_seconds": points[-1]["seconds"]}
+            line["judge"] = points[-1]["judge"]
             lines.append(line)
     return lines

@@ -206,7 +206,7 @@ def test_grids_grow_until_the_best_rate_is_inside_and_a_collapse_counts_as_untra
 
 def test_seconds_to_what_online_has_at_half_of_its_steps():
     def points(arm: str, seed: int, scores: list[float], pace: float) -> list[dict]:
-        base = {"panel": "GRPO", "arm": arm, "seed": seed}
+        base = {"panel": "GRPO", "arm": arm, "seed": seed, "judge": seed / 100}
         return [base | {"step": 16 * i, "seconds": pace * i, "score": s} for i, s in enumerate(scores)]
 
     rows = points("online", 21, [0.0, 0.1, 0.25, 0.375, 0.4], 5.0) + points(
@@ -217,6 +217,7 @@ def test_seconds_to_what_online_has_at_half_of_its_steps():
     assert [line["target"] for line in table] == pytest.approx([0.375] * 4)  # at step 32 of 64
     assert [line["seconds"] for line in table] == [15.0, 12.0, 1.0, ""]
     assert [line["all_seconds"] for line in table] == [20.0, 24.0, 4.0, 4.0]
+    assert [line["judge"] for line in table] == [0.21, 0.22, 0.21, 0.22]
 
 
 def read_csv(name: str) -> list[dict]:
