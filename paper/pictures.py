@@ -315,8 +315,10 @@ def draw_time(rows: list[dict]):
         for (arm, _), points in runs.items():
             label = None if arm in labelled else arm
             labelled.add(arm)
-            ax.plot(*zip(*points), color=f"C{arms.index(arm)}", alpha=0.7, linewidth=1, label=label)
-        ax.set(title=panel, xlabel="seconds of training", ylabel=UNITS[metric].replace(" at the end", ""))
+            color = plt.cm.tab10.colors[arms.index(arm)]
+            ax.plot(*zip(*points), color=color, alpha=0.7, linewidth=1, label=label)
+        title = "math" if metric in SHARES else panel
+        ax.set(title=title, xlabel="seconds of training", ylabel=UNITS[metric].replace(" at the end", ""))
         ax.legend(fontsize=7)
     figure.supxlabel("line: a run, without the seconds of its evaluations", fontsize=7)
     save(figure, "time")

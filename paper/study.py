@@ -123,7 +123,7 @@ def stale_test(rows: list[dict]) -> list[dict]:
 
 
 def syncing_test(rows: list[dict]) -> list[dict]:
-    """Main effects of syncing, clipping and ε on the judge, by least squares."""
+    """Main effects of syncing, clipping and ε on the judge, by least squares: first - second."""
     data = []
     for row in rows:
         if row["arm"] in PARTS:
@@ -131,10 +131,14 @@ def syncing_test(rows: list[dict]) -> list[dict]:
             data.append({"judge": row["judge"], "sync": sync, "clip": clip, "epsilon": epsilon})
     formula = "judge ~ C(sync, Treatment('no sync')) + C(clip, Treatment('none')) + C(epsilon)"
     fit = smf.ols(formula, pd.DataFrame(data)).fit()
+    intervals = fit.conf_int()
     lines = []
-    for name, (low, high) in fit.conf_int().iterrows():
-        line = {"panel": "GRPO offline", "first": name, "metric": "judge", "difference": fit.params[name]}
-        lines.append(line | {"low": low, "high": high, "p": fit.pvalues[name]})
+    for first, second in (("k=16", "no sync"), ("clip", "none"), ("ε 0.5", "ε 0.15"), ("ε 2", "ε 0.15")):
+        (name,) = [name for name in fit.params.index if name.endswith(f"[T.{first}]")]
+        low, high = intervals.loc[name]
+        line = {"panel": "GRPO offline", "first": first, "second": second, "metric": "judge"}
+        line |= {"difference": fit.params[name], "low": low, "high": high, "p": fit.pvalues[name]}
+        lines.append(line)
     return lines
 
 

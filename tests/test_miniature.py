@@ -317,18 +317,18 @@ def stray_numbers(text: str, names: list[str]) -> list[str]:
     """The numbers with a decimal point of a text that are not of these figures.
 
     `a ± b` must be the mean of an arm and half of its interval, any other number the mean of an arm, a
-    corrected p, or a number of a study's tests, to as many places.
+    corrected p, seconds or a score of a timed run, or a number of a study's tests, to as many places.
     """
     known = []
     intervals = []  # (mean, half)
     for name in names:
         for line in read_csv(RESULTS / f"{name}_arms.csv"):
-            mean = float(line["mean"] or "nan")
-            low = float(line["low"] or "nan")
-            high = float(line["high"] or "nan")
+            mean = float(line.get("mean") or "nan")
+            low = float(line.get("low") or "nan")
+            high = float(line.get("high") or "nan")
             intervals.append((mean, (high - low) / 2))
-            known.append(mean)
-            known.append(float(line.get("p_holm") or "nan"))
+            for key in ("mean", "p_holm", "target", "seconds", "all_seconds", "judge"):
+                known.append(float(line.get(key) or "nan"))
         tests = RESULTS / f"{name}_tests.csv"
         for line in read_csv(tests) if tests.exists() else []:
             for key in ("difference", "low", "high", "p", "p_holm", "p_equivalent"):
