@@ -102,7 +102,7 @@ def scale_of(panel: str) -> str:
 
 def explanation(name: str, lines: list[dict], shown: tuple) -> str:
     """What stands below the panels: what marks mean, and a study's tests if they are few."""
-    text = f"score of held-out prompts\n{MEANING}"
+    text = f"score of samples for the evaluation prompts\n{MEANING}"
     if shown[0] in SHARES:
         text = f"accuracy on held-out problems\n{MEANING}; bars within [0, 1]"
     if any("p_holm" in line for line in lines):
@@ -238,7 +238,7 @@ def draw_sweep(rows: list[dict], lines: list[dict], shown: tuple):
         ax.set_xticks(list(ticks), ticks.values(), fontsize=7)
         ax.grid(axis="y", alpha=0.3)
         ax.set_xlabel("k, optimizer steps between syncs")
-    axes[0].set_ylabel("score of held-out prompts")
+    axes[0].set_ylabel("score of samples for the evaluation prompts")
     axes[1].set_title("the same from 16 on", fontsize=8)
     handles = dict(zip(*reversed(axes[0].get_legend_handles_labels())))
     axes[0].legend(handles.values(), handles, fontsize=7)

@@ -266,7 +266,6 @@ DPO_ARMS = {
     "offline + humanline, k=1": f"{PAIRS} --k 1",
     "offline + humanline, k=16": f"{PAIRS} --k 16",
     "online": f"{PROMPTS} --no-humanline",
-    "online + humanline, k=16": f"{PROMPTS} --k 16",
 }
 
 STUDIES = {
