@@ -546,7 +546,14 @@ def judge_all(grader, jobs):
     own = list(dict.fromkeys(jobs))[rank::world]
     # The other timeout is in seconds of the clock, for workers that sleep, or wait for a core.
     futures = [grader.schedule(judge, (*job, TIME_LIMIT), timeout=20 * TIME_LIMIT) for job in own]
-    of_sympy = (TypeError, ValueError, AttributeError, ArithmeticError, NotImplementedError, RecursionError)
+    of_sympy = (
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        NotImplementedError,
+        RecursionError,
+    )
     verdicts = {}
     for job, future in zip(own, futures):
         try:
