@@ -266,6 +266,7 @@ DPO_ARMS = {
     "offline + humanline, k=1": f"{PAIRS} --k 1",
     "offline + humanline, k=16": f"{PAIRS} --k 16",
     "online": f"{PROMPTS} --no-humanline",
+    "online + humanline, k=16": f"{PROMPTS} --k 16",
 }
 
 STUDIES = {
