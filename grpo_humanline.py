@@ -7,18 +7,18 @@
     torchrun --nproc-per-node 4 grpo_humanline.py --model ... --dataset ...
 
 Differs from the paper in (docs/grpo.md):
-    - The loss is the mean over the completion tokens of the global batch, not a mean of means.
+    - The loss is the mean over the completion tokens of the global batch; HALOs averages microbatches' means.
     - The KL penalty is against the reference of the ratio, as in C.1.4, not against a fixed initial policy.
-    - Advantages belong to a row or a sampled prompt, and are 0 where all its rewards are equal.
+    - Advantages are 0 where all rewards of a group are equal.
     - Groups may have more than two completions; --group-size 2 is the paper's.
     - The gradient norm is one norm over all shards and ranks, not one for each rank.
     - Completion masks say which tokens count; the paper's listing counts log-ratios that are not exactly 0.
 
-B sequences, T tokens. Log-probs are in nats. A mask is 1 at completion tokens, else 0.
+B sequences, T tokens. Log-probs are in nats. A mask is 1 at completion tokens, else 0. An Example is a prompt
+with one completion, a group the G examples of one prompt, best first.
 """
 
 import gzip
-import hashlib
 import json
 import math
 import os
@@ -26,7 +26,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pyarrow.parquet
@@ -37,101 +37,71 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.initialization import no_init_weights
 
+import run
 import utils
-from run import (
-    Above0,
-    AtLeast2,
-    Below0,
-    Count,
-    CountOr0,
-    Log,
-    NonNegative,
-    Positive,
-    PositiveShare,
-    Progress,
-    Share,
-    Signals,
-    check_flags,
-    exit_on_error,
-    export,
-    fail,
-    load_checkpoint,
-    mean_over_ranks,
-    newest_checkpoint,
-    open_folder,
-    parse_args,
-    perf_metrics,
-    report,
-    save_args,
-    save_checkpoint,
-    stop,
-)
 
 
 # === Args ===
 @dataclass
 class Args:
     # algorithm
-    beta: NonNegative = 0.01  # weight of the KL penalty (Table 3)
-    epsilon: Positive = 0.15  # the ratio is clipped to 1 ± ε (Table 3; --no-humanline offline 0.5)
-    group_size: CountOr0 = 0  # G; 2: best and worst, A = ±1 (C.1.4); above: all; 0: the data's, online 2
+    beta: float = 0.01  # weight of the KL penalty (Table 3)
+    epsilon: float = 0.15  # the ratio is clipped to 1 ± ε (Table 3; --no-humanline offline 0.5)
+    group_size: int = 2  # G. 2: the best and the worst of a prompt's, A = ±1 (C.1.4); else all of them
     # humanline
     humanline: bool = True  # --no-humanline: no clipping, no syncing
-    k: Count = 1  # optimizer steps between syncs of the reference (paper: 1)
-    log_epsilon_P: Below0 = -1.5  # bounds of a token's log π_θ/π_ref, nats (Tables 1, 2)
-    log_epsilon_R: Above0 = 1.5
-    clip: Literal["clip", "sample", "none"] = "clip"  # sample: humanline sampling (eq. 5)
+    k: int = 1  # optimizer steps between syncs of the reference (paper: 1)
+    log_epsilon_P: float = -1.5  # bounds of a token's log π_θ/π_ref, nats (Tables 1, 2)
+    log_epsilon_R: float = 1.5
+    clip: bool = True  # --no-clip: syncing alone
     sync: Literal["before_step", "after_step", "none"] = "before_step"  # after_step: Figure 10
-    kappa: Positive = 100.0  # of the Beta draws (k in Theorem 4.3's proof); → ∞ is clipping
-    M: Positive = 10.0  # M_P = M_R of eq. 5
     # optimization
-    num_steps: Count = 312  # optimizer steps (paper: 312, 20K sequences once)
-    batch_size: Count = 64  # sequences per step, over all ranks; a pair is two (Table 1)
-    micro_batch_tokens: CountOr0 = 8192  # most tokens in a forward pass of a rank; 0: any
-    lr: Positive = 5e-6  # AdamW's learning rate (paper: 5e-6)
-    warmup_fraction: Share = 0.1  # share of the steps (Tables 1, 2)
-    weight_decay: NonNegative = 1e-2  # of AdamW (Table 1)
-    adam_eps: Positive = 1e-5  # AdamW's ε (paper: 1e-5)
-    max_grad_norm: Positive = 1.0  # global gradient norm (Table 3; online + humanline 0.5)
+    num_steps: int = 312  # optimizer steps (paper: 312, 20K sequences once)
+    batch_size: int = 64  # sequences per step, over all ranks; a pair is two (Table 1)
+    micro_batch_tokens: int = 8192  # most tokens in a forward pass of a rank; 0: any
+    lr: float = 5e-6  # AdamW's learning rate (paper: 5e-6)
+    warmup_fraction: float = 0.1  # share of the steps (Tables 1, 2)
+    weight_decay: float = 1e-2  # of AdamW (Table 1)
+    adam_eps: float = 1e-5  # AdamW's ε (paper: 1e-5)
+    max_grad_norm: float = 1.0  # global gradient norm (Table 3; online + humanline 0.5)
     # data
     dataset: str = ""  # pairs or scored groups: file or Hub name; formats in docs/grpo.md
     dataset_split: str = "train"  # Hub split, such as train[:10000]
     eval_dataset: str = ""  # held out, in the same formats, or prompts; empty: none
     eval_split: str = "test"  # Hub split
-    max_prompt_length: Count = 625  # tokens; rows with a longer prompt are dropped (from the authors' code)
-    max_length: Count = 1250  # tokens; what is cut here has no end of turn (from the authors' code)
+    max_prompt_length: int = 625  # tokens; rows with a longer prompt are dropped (from the authors' code)
+    max_length: int = 1250  # tokens; what is cut here has no end of turn (from the authors' code)
     # model
     model: str = ""  # folder or Hub name; empty: the toy and its settings
     chat_template: str = ""  # Jinja file
     eos_token: str = ""  # that ends a turn; empty: the tokenizer's
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bf16, CPU fp32, toy fp64
     gradient_checkpointing: bool = False  # less memory, more time
-    shard_size: CountOr0 = 0  # ranks that share a copy (HSDP), such as those of a machine; 0: all
+    shard_size: int = 0  # ranks that share a copy (HSDP), such as those of a machine; 0: all
     trust_remote_code: bool = False  # run a model's own Python code
     # online
     online: bool = False  # rounds of samples (Algorithm 1)
     reward_model: str = ""  # classifier with one output
-    round_prompts: Count = 1024  # prompts per round (Table 1)
-    samples_per_prompt: AtLeast2 = 8  # best and worst make a pair (Table 1)
-    reward_threshold: NonNegative = 0.01  # τ, least difference in a pair (Table 1)
+    round_prompts: int = 1024  # prompts per round (Table 1)
+    samples_per_prompt: int = 8  # best and worst make a pair (Table 1)
+    reward_threshold: float = 0.01  # τ, least difference in a pair (Table 1)
     # sampling
-    max_new_tokens: Count = 2048  # tokens (paper: 2048)
-    temperature: NonNegative = 0.7  # of sampling (Table 1)
-    top_p: PositiveShare = 0.95  # nucleus sampling (Table 1)
+    max_new_tokens: int = 2048  # tokens (paper: 2048)
+    temperature: float = 0.7  # of sampling (Table 1)
+    top_p: float = 0.95  # nucleus sampling (Table 1)
     engine: Literal["auto", "vllm", "hf"] = "auto"  # auto: vLLM where installed
-    vllm_memory: PositiveShare = 0.3  # share of a GPU's memory
-    generation_batch_size: Count = 32  # sequences, for hf
+    vllm_memory: float = 0.3  # share of a GPU's memory
+    generation_batch_size: int = 32  # sequences, for hf
     # run
-    seed: CountOr0 = 1  # of data order and sampling
+    seed: int = 1  # of data order and sampling
     output_dir: str = ""  # default runs/<script>__<seed>__<time>
     resume: str = ""  # folder of a run; flags beside it win
     track: bool = False  # log to W&B too (pip install wandb)
-    checkpoint_every: CountOr0 = 100  # steps; 0: never
-    keep_checkpoints: CountOr0 = 2  # the newest stay; 0: all
-    eval_every: CountOr0 = 0  # steps; 0: only before and after training
-    eval_samples: CountOr0 = 256  # held-out prompts; 0: none
+    checkpoint_every: int = 100  # steps; 0: never
+    keep_checkpoints: int = 2  # the newest stay; 0: all
+    eval_every: int = 0  # steps; 0: only before and after training
+    eval_samples: int = 256  # held-out prompts; 0: none
 
 
 # What the toy needs instead.
@@ -141,6 +111,7 @@ TOY = dict(
     reward_model=f"{FOLDER}/reward_model",
     dataset=f"{FOLDER}/preferences_train.jsonl.gz",
     eval_dataset=f"{FOLDER}/preferences_test.jsonl.gz",
+    dtype="float64",  # so that any number of ranks and passes gives the same digits
     num_steps=320,
     lr=3e-4,
     k=32,
@@ -151,68 +122,44 @@ TOY_ONLINE = dict(dataset=f"{FOLDER}/prompts_train.jsonl.gz")
 
 
 # === Loss ===
-def grpo_loss(clipped, log_ratio, advantages, beta: float, epsilon: float):
+def grpo_loss(clipped_log_ratio, log_ratio, advantages, beta: float, epsilon: float):
     """Equation 1 for every token: β·k3 - min(A·ratio, A·clamp(ratio, 1-ε, 1+ε)).
 
     Args:
-        clipped: (B, T) humanline-clipped log π_θ/π_ref in nats, for the ratio.
-        log_ratio: (B, T) the same before clipping, for the KL estimate k3 = π_ref/π_θ + log π_θ/π_ref - 1.
+        clipped_log_ratio: (B, T) humanline-clipped log π_θ/π_ref in nats, for the ratio.
+        log_ratio: (B, T) not clipped, for the KL estimate k3 = π_ref/π_θ + log π_θ/π_ref - 1.
         advantages: (B,).
 
     Returns:
         The loss of every token (B, T). Detached: ratio, k3, and where the clip to 1 ± ε removes the gradient.
     """
     A = advantages.unsqueeze(-1)  # (B, 1)
-    ratio = clipped.exp()  # (B, T)
+    ratio = clipped_log_ratio.exp()  # (B, T)
     k3 = (-log_ratio).exp() + log_ratio - 1  # (B, T)
     loss = beta * k3 - torch.minimum(A * ratio, A * ratio.clamp(1 - epsilon, 1 + epsilon))
-    too_high = (A > 0) & (ratio > 1 + epsilon)
-    too_low = (A < 0) & (ratio < 1 - epsilon)
-    return loss, ratio.detach(), k3.detach(), too_high | too_low
+    removed_above = (A > 0) & (ratio > 1 + epsilon)
+    removed_below = (A < 0) & (ratio < 1 - epsilon)
+    return loss, ratio.detach(), k3.detach(), removed_above | removed_below
 
 
-def group_advantages(rewards: list[float]):
-    """(R - mean) / std within the group (equation 1), with the population's std; 0 where all are equal."""
-    lowest, highest = min(rewards), max(rewards)
-    if lowest == highest:
-        return [0.0] * len(rewards)
-    # Scaled to [0, 1] they give the same advantages, exactly ±1 for two, and squares do not underflow.
-    scaled = (np.array(rewards, dtype=float) - lowest) / (highest - lowest)
-    return ((scaled - scaled.mean()) / scaled.std()).tolist()
+def group_advantages(rewards):
+    """(R - mean) / std within each group (equation 1), with the population's std; 0 where all are equal.
 
-
-def clip_log_ratio(args, log_ratio, mask, keys: list[tuple]):
-    """What the loss sees of log π_θ/π_ref, (B, T). A row's key seeds the draws of humanline sampling."""
-    if not args.humanline or args.clip == "none":
-        return log_ratio
-    if args.clip == "clip":
-        return log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)  # humanline clipping (§5.1, Figure 4)
-    mean_P = math.exp(args.log_epsilon_P) / args.M
-    mean_R = math.exp(-args.log_epsilon_R) / args.M
-    B_P = beta_draws(mask, keys, 0, args.kappa, mean_P)
-    B_R = beta_draws(mask, keys, 1, args.kappa, mean_R)
-    return humanline_sampling(log_ratio, B_P, B_R, args.M)
-
-
-def humanline_sampling(log_ratio, B_P, B_R, M: float):
-    """Equation 5: a token with ratio < M·B_P or 1/ratio < M·B_R keeps its value and loses its gradient."""
-    too_low = log_ratio.exp() < M * B_P
-    too_high = (-log_ratio).exp() < M * B_R
-    return torch.where(too_low | too_high, log_ratio.detach(), log_ratio)
-
-
-def beta_draws(mask, keys: list[tuple], stream: int, kappa: float, mean: float):
-    """Draws of Beta(κ·mean, κ·(1 - mean)) as in Theorem 4.3, (B, T).
-
-    Row i's depend on keys[i] and the stream alone: they are the same on any number of ranks and passes.
+    rewards: (groups, G).
     """
-    a = kappa * mean
-    b = kappa * (1 - mean)
-    draws = []
-    for key in keys:
-        generator = np.random.default_rng((*key, stream))
-        draws.append(generator.beta(a, b, mask.shape[1]))  # a longer T only appends
-    return torch.as_tensor(np.stack(draws), dtype=mask.dtype, device=mask.device)
+    lowest = rewards.amin(1, keepdim=True)
+    spread = rewards.amax(1, keepdim=True) - lowest
+    scaled = (rewards - lowest) / spread  # changes no advantage, but makes those of two exactly ±1
+    deviation = scaled.std(1, correction=0, keepdim=True)
+    advantages = (scaled - scaled.mean(1, keepdim=True)) / deviation
+    return torch.where(spread > 0, advantages, 0.0)
+
+
+def clip_log_ratio(args, log_ratio):
+    """What the loss sees of log π_θ/π_ref, (B, T): beyond a bound the bound, which has no gradient."""
+    if not args.humanline or not args.clip:
+        return log_ratio
+    return log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)  # humanline clipping (§5.1, Figure 4)
 
 
 @torch.no_grad()
@@ -224,148 +171,117 @@ def sync_reference(reference, policy):
 
 
 # === Data ===
-WANTED = "it needs a prompt, with completions and scores, or chosen and rejected (labels: kto_humanline.py)"
-COMPLETION_COLUMNS = {"chosen", "rejected", "completion", "completions"}  # of all scripts' formats
+def load_rows(name: str, split: str):
+    """Yields (line number, row) of a .jsonl, .jsonl.gz or .parquet file, or of a Hub data set."""
+    if name.endswith((".jsonl", ".jsonl.gz")):
+        open_file = gzip.open if name.endswith(".gz") else open
+        with open_file(name, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                with run.exit_on_error(f"{name}, line {number}"):
+                    row = json.loads(line)
+                yield number, row
+    elif name.endswith(".parquet"):
+        yield from enumerate(pyarrow.parquet.read_table(name).to_pylist(), 1)
+    else:
+        import datasets  # here, since it takes a second
+
+        yield from enumerate(datasets.load_dataset(name, split=split), 1)
 
 
-def read_row(row: dict) -> tuple:
-    """Prompt, completions and their rewards: scores, or 1 for chosen and 0 for rejected (C.1.3)."""
-    if "scores" in row or "completions" in row:
-        completions, scores = row.get("completions"), row.get("scores")
-        lists = isinstance(completions, list) and isinstance(scores, list)
-        if not lists or len(completions) != len(scores):
-            raise ValueError("completions and scores must be lists of one length: a score for each")
-        for score in scores:
-            if type(score) not in (int, float) or not abs(score) <= 1e30:
-                raise ValueError(f"scores must be numbers from -1e30 to 1e30, not {score!r}")
-        return row.get("prompt"), completions, scores
-    return read_pair(row)
+def encode_row(args, tokenizer, eos_ids, row: dict) -> tuple:
+    """The group of a row: a pair's, a scored one's, or a prompt alone. Change it to read other columns.
+
+    Raises utils.CannotTrain if the row is to be left out, and another exception if it is malformed.
+    """
+    prompt, completions = read_pair(row)
+    scores = [1.0, 0.0]  # C.1.3
+    if "scores" in row:
+        completions = row["completions"]
+        scores = row["scores"]
+        if len(completions) != len(scores) or not np.isfinite(scores).all():
+            raise ValueError("every completion needs a score")
+    group = encode_group(args, tokenizer, eos_ids, prompt, completions, scores)
+    if not completions:
+        return group
+    group = make_group(args, group)
+    if not group:
+        raise utils.CannotTrain("its scores are equal, or differ by less than --reward-threshold")
+    return group
 
 
 def read_pair(row: dict) -> tuple:
-    """Prompt, [chosen, rejected] without those that are missing, and the rewards 1 and 0.
+    """Prompt, a text or messages, and the texts [chosen, rejected], or [].
 
-    The messages with which two conversations both begin are the prompt, or follow those of a `prompt` column.
+    If these are messages, they begin with the prompt's, or are one message each.
     """
     prompt = row.get("prompt", row.get("instruction"))
     chosen = row.get("chosen")
     rejected = row.get("rejected")
-    if isinstance(chosen, list) and isinstance(rejected, list):
-        shared = 0
-        longest = min(len(chosen), len(rejected)) - 1  # at least the answer is no part of the prompt
-        while shared < longest and chosen[shared] == rejected[shared]:
-            shared += 1
-        if shared > 0:
-            beginning = chosen[:shared]
-            if isinstance(prompt, list) and prompt != chosen[: len(prompt)]:
-                is_end = prompt[-shared:] == beginning  # such as a user turn behind a system message
-                beginning = prompt if is_end else prompt + beginning
-            prompt, chosen, rejected = beginning, chosen[shared:], rejected[shared:]
-    completions = [completion for completion in (chosen, rejected) if completion is not None]
-    return prompt, completions, [1.0, 0.0]
+    if isinstance(chosen, list):
+        *history, last_chosen = chosen
+        *rejected_history, last_rejected = rejected
+        if history != rejected_history:
+            raise ValueError("chosen and rejected must differ in their last message alone")
+        texts = [message["content"] for message in history]
+        if history and prompt not in (None, history, *texts):
+            raise ValueError("chosen and rejected do not begin with the prompt")
+        prompt = history or prompt
+        chosen, rejected = [last_chosen], [last_rejected]
+    if prompt is None:
+        raise ValueError(f"no prompt in the columns {', '.join(row)}")
+    if chosen is rejected is None:
+        return prompt, []
+    if chosen == rejected:
+        raise utils.CannotTrain("chosen equals rejected")
+    return prompt, [chosen, rejected]
 
 
-def load_data(args, tokens, counts, eval_counts):
-    """Groups to train on, held-out groups (none without --eval-dataset), and the hashes of both data sets.
+def encode_group(args, tokenizer, eos_ids, prompt, completions: list, rewards: list) -> tuple:
+    """The examples of a prompt, one for each completion, or one without."""
+    prompt_ids, _ = utils.encode(tokenizer, eos_ids, prompt)
+    if not 0 < len(prompt_ids) <= min(args.max_prompt_length, args.max_length - 1):
+        raise utils.CannotTrain("prompt empty, or longer than --max-prompt-length or --max-length")
+    group = []
+    for completion, reward in zip(completions, rewards):
+        if isinstance(completion, list):
+            (message,) = completion
+            if message["role"] != "assistant":
+                raise ValueError("a completion must be one message of the assistant")
+            completion = message["content"]
+        if not completion.strip():
+            raise utils.CannotTrain("completion empty")
+        _, completion_ids = utils.encode(tokenizer, eos_ids, prompt, completion)
+        example = utils.Example(prompt, prompt_ids, completion_ids, float(reward))
+        group.append(example.cut(args.max_length))
+    return tuple(group) or (utils.Example(prompt, prompt_ids),)
 
-    counts: numbers of completions that a row may have; (0,): prompts alone are read.
-    """
-    name = args.dataset
-    groups, digest = load_groups(args, "--dataset", name, args.dataset_split, tokens, counts)
-    hashes = {f"--dataset {name}": digest}
-    held_out = []
-    if args.eval_dataset:
-        name = args.eval_dataset
-        held_out, digest = load_groups(args, "--eval-dataset", name, args.eval_split, tokens, eval_counts)
-        hashes[f"--eval-dataset {name}"] = digest
-    utils.show_tokens(tokens, groups[0][0])
-    return groups, held_out, hashes
 
-
-def load_groups(args, flag: str, name: str, split: str, tokens, counts):
-    """Reads and tokenizes a data set, and prints which rows cannot train.
-
-    A group is the examples of a row, such as (chosen, rejected), or (prompt,).
-
-    Returns:
-        The groups, and a hash of the data, for a later resume to compare.
-    """
-    rows = load_rows(flag, name, split)
+def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
+    """The groups of a data set. Prints which rows are left out, and where the first one's turns end."""
     groups = []
-    notes = defaultdict(list)  # {note: row numbers}
-    content = hashlib.sha256()
-    for number, row in rows.items():
-        with exit_on_error(f"{flag} {name}, line {number}"):
-            group, note = encode_row(args, number, row, tokens, counts)
-        ids = [(x.prompt_ids, x.completion_ids) for x in group]
-        content.update(repr((row, ids)).encode())
-        if group:
-            groups.append(group)
-        if note:
-            notes[note].append(number)
-
-    summary = f"{flag} {name}: {len(groups)} rows, {len(rows) - len(groups)} dropped"
-    for note, numbers in notes.items():
-        more = " …" if len(numbers) > 9 else ""
-        summary += f"; {len(numbers)} {note}: lines {', '.join(map(str, numbers[:9]))}{more}"
+    left_out = defaultdict(list)  # {reason: line numbers}
+    with run.exit_on_error(name):
+        for number, row in load_rows(name, split):
+            with run.exit_on_error(f"{name}, line {number}"):
+                utils.check_columns(row)
+                try:
+                    groups.append(encode_row(args, tokenizer, eos_ids, row))
+                except utils.CannotTrain as reason:
+                    left_out[str(reason)].append(number)
+    counts = [f"{name}: {len(groups)} rows"]
+    for reason, numbers in left_out.items():
+        counts.append(f"{len(numbers)} left out, the first in line {numbers[0]}: {reason}")
+    summary = "; ".join(counts)
     if not groups:
-        fail(f"{summary}; none is left")
-    for group in groups:
-        if len(group) != len(groups[0]):
-            first = groups[0][0].row
-            fail(f"{flag} {name}, line {group[0].row}: not as many completions as in line {first}")
+        run.fail(summary)
     if dist.get_rank() == 0:
-        print(summary)
-    return groups, content.hexdigest()
-
-
-def encode_row(args, number: int, row: dict, tokens, counts) -> tuple:
-    """A row's group, and a note or "". Raises ValueError if it does not have one of `counts` completions."""
-    if not isinstance(row, dict):
-        row = {}
-    prompt, completions, rewards = read_row(row)
-    if counts == (0,):  # prompts alone are read
-        completions = []
-        valid = True
-    elif completions:
-        valid = len(completions) == len(rewards) and len(completions) in counts
-    else:
-        valid = 0 in counts and not COMPLETION_COLUMNS & row.keys()
-    if prompt is None or not valid:
-        raise ValueError(f"{WANTED}; the columns are {', '.join(row)}")
-    return utils.encode_group(args, tokens, number, prompt, completions, rewards)
-
-
-def load_rows(flag: str, name: str, split: str):
-    """{row number: row} of a file or a Hub data set, from 1."""
-    with exit_on_error(f"{flag} {name}"):
-        if name.endswith(".parquet"):
-            rows = pyarrow.parquet.read_table(name).to_pylist()
-        elif name.removesuffix(".gz").endswith((".json", ".jsonl")):
-            open_file = gzip.open if name.endswith(".gz") else open
-            with open_file(name, "rt", encoding="utf-8-sig") as file:
-                text = file.read()
-            if not text.lstrip().startswith("["):
-                return parse_lines(flag, name, text)
-            rows = json.loads(text)
-        elif Path(name).exists() or name.count("/") != 1:
-            raise ValueError("no .json, .jsonl (or .gz), .parquet file or Hub name")
-        else:
-            import datasets  # here, since it takes a second
-
-            datasets.disable_progress_bars()
-            rows = datasets.load_dataset(name, split=split)
-        return dict(enumerate(rows, 1))
-
-
-def parse_lines(flag: str, name: str, text: str):
-    """{line number: row} of JSON lines; empty ones are left out."""
-    rows = {}
-    for number, line in enumerate(text.split("\n"), 1):
-        with exit_on_error(f"{flag} {name}, line {number} is not JSON"):
-            if line.strip():
-                rows[number] = json.loads(line)
-    return rows
+        first = groups[0][0]
+        prompt_end = tokenizer.decode(first.prompt_ids[-8:])
+        completion_end = tokenizer.decode(first.completion_ids[-8:])
+        print(f"{summary}; a prompt ends {prompt_end!r}, its completion {completion_end!r}")
+    return groups
 
 
 def draw_batch(groups: list, number: int, size: int, seed: int) -> list:
@@ -373,17 +289,22 @@ def draw_batch(groups: list, number: int, size: int, seed: int) -> list:
     batches_per_epoch = len(groups) // size
     epoch, batch = divmod(number, batches_per_epoch)
     order = np.random.default_rng((seed, epoch)).permutation(len(groups))
-    return [groups[i] for i in order[batch * size : (batch + 1) * size]]
+    positions = order[batch * size : (batch + 1) * size]
+    return [groups[i] for i in positions]
 
 
 # === Models ===
 def setup(args):
-    """Starts the process group and resolves --dtype auto. Returns rank, world size and device."""
+    """Starts the process group and resolves --dtype auto. Returns rank, world size and device.
+
+    Ends the run if the ranks have other flags or another script.
+    """
     rank = int(os.environ.get("RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every new length of a sequence
         backend = "cpu:gloo,cuda:nccl"
     else:
         device = torch.device("cpu")
@@ -393,29 +314,14 @@ def setup(args):
     # Without torchrun there is no address to meet at.
     store = None if "RANK" in os.environ else dist.HashStore()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    run.compare_programs(args, __file__)
     transformers.utils.logging.disable_progress_bar()
     if args.dtype == "auto":
-        cpu_dtype = "float64" if args.model == TOY["model"] else "float32"
-        args.dtype = "bfloat16" if device.type == "cuda" else cpu_dtype
-    # For the fp32 head of token_logps: TF32 has more bits than bf16, so products of bf16 factors stay exact.
-    precision = "high" if args.dtype == "bfloat16" else "highest"
-    torch.set_float32_matmul_precision(precision)
+        args.dtype = "bfloat16" if device.type == "cuda" else "float32"
     return rank, world, device
 
 
-def load_config(args):
-    """The model's configuration without dropout and router noise, the dtype of its files, and its tokens."""
-    with exit_on_error(f"--model {args.model}"):
-        config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
-        tokens = utils.load_tokens(args, config)
-    text_config = config.get_text_config()
-    for key, value in text_config.to_dict().items():
-        if isinstance(value, float) and ("drop" in key or "jitter" in key):
-            setattr(text_config, key, 0.0)  # noise would part the policy from the reference
-    return config, config.dtype or torch.float32, tokens
-
-
-def shard_model(args, model, compute_dtype: torch.dtype, device):
+def shard_model(args, model, device):
     """Shards the model in place with FSDP2: decoder blocks, an untied embedding and head, the rest as root.
 
     With --shard-size (HSDP) so many ranks share a copy, and their groups have equal copies.
@@ -432,12 +338,13 @@ def shard_model(args, model, compute_dtype: torch.dtype, device):
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight is not head.weight:  # a tied weight belongs to both, and so to the root
         units += [embedding, head]
+    compute_dtype = getattr(torch, args.dtype)
     # Gradients are summed over ranks in fp32 at least: bf16 would lose those of many ranks.
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype)
     for module in [*units, model]:
         # By default the root stays gathered after a forward, for the backward pass. The reference has none:
-        # it would go on with the gathered copy, and miss the next sync.
+        # its next forward would read the gathered copy, and miss a sync in between.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
         # The loss is divided by the global batch already, so gradients are sums over ranks, not means.
         module.set_gradient_divide_factor(1.0)
@@ -445,342 +352,292 @@ def shard_model(args, model, compute_dtype: torch.dtype, device):
     return model
 
 
-def load_models(args, config, reference_dtype: torch.dtype, device) -> tuple:
-    """Policy, in fp32, and reference, in `reference_dtype`; both compute in --dtype."""
-    compute_dtype = getattr(torch, args.dtype)
+def load_models(args, reference_dtype: torch.dtype, device) -> tuple:
+    """Policy, stored in fp32, and reference, stored in `reference_dtype`; both compute in --dtype."""
+    options = dict(trust_remote_code=args.trust_remote_code)
+    config = AutoConfig.from_pretrained(args.model, **options)
+    utils.check_positions(config, args.max_length, args.max_prompt_length, args.max_new_tokens)
     config.dtype = None  # so that "auto" is the files' dtype
-    with exit_on_error(f"--model {args.model}"):
-        policy = utils.load_pretrained(
-            AutoModelForCausalLM,
-            args.model,
-            config=config,
-            dtype="auto",
-            trust_remote_code=args.trust_remote_code,
-        )
-    with no_init_weights():  # memory that is not written to yet costs nothing
-        reference = AutoModelForCausalLM.from_config(
-            policy.config,
-            dtype=reference_dtype,
-            trust_remote_code=args.trust_remote_code,
-        )
-    reference.tie_weights()
-    computed_buffers = dict(reference.named_non_persistent_buffers())
-
-    # The files are memory-mapped, in pages that all ranks share. Sharding moves a rank's shards to its
-    # device, and casting comes after it, so that a rank never holds the whole model in fp32.
-    policy = shard_model(args, policy, compute_dtype, device).to(torch.float32)
-    reference = shard_model(args, reference, compute_dtype, device).to(reference_dtype)
-    # Both get the files' buffers, but those that are computed, such as rotary frequencies, in full precision.
-    for name, buffer in dict(policy.named_buffers()).items():
-        values = computed_buffers.get(name, buffer).to(device)
-        policy.get_buffer(name).data = values
-        reference.get_buffer(name).data = values
-    sync_reference(reference, policy)
-    policy.train()
+    text_config = config.get_text_config()
+    for key, value in text_config.to_dict().items():
+        if isinstance(value, float) and ("drop" in key or "jitter" in key):
+            setattr(text_config, key, 0.0)  # noise would part the policy from the reference
+    # The files are memory-mapped, in pages that all ranks share. The policy is cast after sharding, which
+    # moves a rank's shards to its device, so that no rank ever holds the whole model in fp32.
+    models = []
+    for dtype in ("auto", reference_dtype):
+        model = utils.load_pretrained(AutoModelForCausalLM, args.model, config=config, dtype=dtype, **options)
+        run.compare_ranks({"the checksum of --model's weights": utils.checksum(model)})
+        models.append(shard_model(args, model, device))
+    policy, reference = models
+    policy.to(torch.float32).train()
     reference.eval().requires_grad_(False)
-    with exit_on_error(f"--model {args.model}"):
-        utils.choose_attention(args, policy)
-        utils.choose_attention(args, reference)
+    for name, buffer in policy.named_buffers():
+        buffer.copy_(reference.get_buffer(name))  # Gemma's scale is rounded to the dtype of loading
+    for model in models:
+        utils.choose_attention(model, max(args.max_length, args.max_prompt_length + args.max_new_tokens))
+    if args.gradient_checkpointing:
+        policy.gradient_checkpointing_enable({"use_reentrant": False})
     return policy, reference
 
 
-def make_optimizer(args, policy, device):
-    return torch.optim.AdamW(
-        policy.parameters(),
-        lr=args.lr,
-        eps=args.adam_eps,
-        weight_decay=args.weight_decay,
-        fused=device.type == "cuda",  # the default there needs memory for one more moment
+def make_sampler(args, tokenizer, eos_ids, dtype, device):
+    return utils.Sampler(
+        model=args.model,
+        tokenizer=tokenizer,
+        eos_ids=eos_ids,
+        dtype=dtype,
+        device=device,
+        engine=args.engine,
+        max_length=args.max_prompt_length + args.max_new_tokens,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        batch_size=args.generation_batch_size,
+        vllm_memory=args.vllm_memory,
+        trust_remote_code=args.trust_remote_code,
+        reward_model=args.reward_model,
     )
 
 
-def make_scheduler(args, optimizer, step: int):
-    """Linear warmup, then constant, from optimizer step `step` on."""
-    settings = dict(lr=args.lr, initial_lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay)
-    for group in optimizer.param_groups:
-        group.update(settings)  # a checkpoint brings its own; the flags win
-    warmup = max(1, round(args.warmup_fraction * args.num_steps))
-
-    def factor(n: int) -> float:
-        return min(1.0, (n + 1) / warmup)
-
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=step - 1)
-
-
 # === Rounds and evaluation ===
-def best_and_worst(group: list[utils.Example], threshold: float) -> tuple:
-    """Algorithm 1: the best and the worst completion; () if tokens are equal, or rewards closer than τ."""
-    best = max(group, key=lambda x: x.reward)
-    worst = min(reversed(group), key=lambda x: x.reward)  # of equal ones the last
-    if best.reward == worst.reward or best.reward - worst.reward < threshold:
-        return ()
-    if best.completion_ids == worst.completion_ids:
+def best_and_worst(samples: list[utils.Example], threshold: float) -> tuple:
+    """Algorithm 1: the completions with the most and the least reward; () if they differ by less than τ."""
+    best = max(samples, key=lambda x: x.reward)
+    worst = min(samples, key=lambda x: x.reward)
+    difference = best.reward - worst.reward
+    if difference == 0 or difference < threshold:
         return ()
     return best, worst
 
 
-def resolve_group_size(args: Args, completions: int):
-    """Makes --group-size 0 the data's, or 2 online. Ends the run if G does not fit the rows or the batch."""
-    if args.group_size == 0:
-        args.group_size = 2 if args.online else completions
-    size = args.group_size
-    if size == 1 or (not args.online and size not in (2, completions)):
-        fail(f"--group-size {size} must be 2 or more, and offline 2 or the data's {completions}")
-    if args.batch_size % size:
-        reason = f"is not a multiple of {size}, the sequences of a group; see --group-size"
-        fail(f"--batch-size {args.batch_size} {reason}")
-
-
-def make_group(args: Args, candidates: list[utils.Example]) -> tuple:
-    """One prompt's completions, best first: all or, for G = 2, Algorithm 1's best and worst ones, or ()."""
+def make_group(args, samples: list[utils.Example]) -> tuple:
+    """One prompt's completions, best first: all, or for G = 2 Algorithm 1's best and worst ones, or ()."""
     if args.group_size == 2:
-        return best_and_worst(candidates, args.reward_threshold)
-    return tuple(sorted(candidates, key=lambda x: x.reward, reverse=True))
+        return best_and_worst(samples, args.reward_threshold)
+    return tuple(sorted(samples, key=lambda x: x.reward, reverse=True))
 
 
-def sample_round(args, sampler, policy, groups, progress: Progress, samples_per_prompt: int):
-    """Algorithm 1: adds groups of the policy's samples for the prompts of the next round to the pool."""
+def sample_round(args, sampler, policy, groups: list[tuple], number: int) -> tuple:
+    """Algorithm 1: round `number`, from 1, of the policy's samples for the next prompts.
+
+    Returns:
+        The groups of those prompts whose samples make one, and metrics.
+    """
     size = min(args.round_prompts, len(groups))
-    prompts = [group[0] for group in draw_batch(groups, progress.round, size, args.seed)]
-    progress.round += 1
-    progress.last_round = progress.step
-    with exit_on_error(f"round {progress.round}", ValueError):
-        samples = sampler.sample(policy, prompts, samples_per_prompt, (args.seed, progress.round))
+    drawn = draw_batch(groups, number - 1, size, args.seed)
+    prompts = [group[0] for group in drawn]
+    with run.exit_on_error(f"round {number}", ValueError):
+        samples, metrics = sampler.sample(policy, prompts, args.samples_per_prompt, (args.seed, number))
     new_groups = []
-    for candidates in samples:
-        group = make_group(args, [x.to_train(args.max_length) for x in candidates])
+    for of_prompt in samples:
+        group = make_group(args, [sample.cut(args.max_length) for sample in of_prompt])
         if group:
             new_groups.append(group)
-    # None is left, or (in GRPO's larger groups) all rewards of each are equal.
     if all(group[0].reward == group[-1].reward for group in new_groups):
-        reason = "no prompt's rewards differ; raise --temperature, lower --reward-threshold"
-        fail(f"round {progress.round}: {reason}")
-    filtered = 1 - len(new_groups) / len(prompts)
-    progress.rollout = sampler.metrics | {"rollout/round": progress.round, "rollout/filtered": filtered}
-    progress.pool += new_groups
+        run.fail(f"round {number}: no prompt's rewards differ; raise --temperature, lower --reward-threshold")
+    metrics["rollout/round"] = number
+    metrics["rollout/filtered"] = 1 - len(new_groups) / len(prompts)
+    return new_groups, metrics
 
 
-@exit_on_error("evaluation", ValueError)
-def evaluate(args: Args, policy, sampler, held_out: list[tuple], first: dict):
-    """{metric: (mean, standard error)}, and samples. `first` keeps the first call's log-probs and samples.
+class Evaluation(NamedTuple):
+    statistics: dict  # {name: (mean, standard error)}
+    logps: torch.Tensor | None  # (2P, T) nats: of P held-out groups' best completions, then the worst ones
+    samples: list  # one for each of the first --eval-samples prompts
 
-    Margins are between a group's best and worst completion, against the initial policy, without clipping.
+
+@run.exit_on_error("evaluation", ValueError)
+def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Evaluation:
+    """Of the policy on held-out groups, without clipping, and on samples for held-out prompts.
+
+    initial: the Evaluation of the initial policy: the groups' reference, and whom samples are to beat.
     """
     values = {}
-    best, worst = [], []
-    for group in held_out:
-        pair = best_and_worst(group, 0.0)
-        if pair:
-            best.append(pair[0])
-            worst.append(pair[1])
-    if best:
-        logps = utils.completion_logps(policy, best + worst, sampler.tokens.pad_id)  # (B,)
-        log_ratio = logps - first.setdefault("logps", logps)
-        best_ratio, worst_ratio = log_ratio.chunk(2)  # (B/2,) each
-        values["eval/accuracy"] = utils.win_rate(best_ratio, worst_ratio)
-        values["eval/margin"] = best_ratio - worst_ratio
-    prompts = [group[0] for group in held_out]
-    statistics, samples = sampler.evaluate(policy, prompts, first)
-    return utils.means(values | statistics), samples
+    logps = None
+    groups = [group for group in held_out if len(group) > 1]
+    if groups:
+        examples = [group[0] for group in groups] + [group[-1] for group in groups]
+        logps, _ = utils.completion_logps(policy, examples)  # (2P, T)
+        log_ratio = logps - (initial.logps if initial else logps)
+        best, worst = log_ratio.sum(-1).chunk(2)  # (P,) each
+        values["eval/accuracy"] = utils.win_rate(best, worst)
+        values["eval/margin"] = best - worst
+    samples = []
+    prompts = [group[0] for group in held_out[: args.eval_samples]]
+    if prompts:
+        by_prompt, _ = sampler.sample(policy, prompts, 1, (args.seed, 0))
+        samples = [sample for (sample,) in by_prompt]
+        for name, statistic in utils.sample_statistics(samples).items():
+            values[f"eval/{name}"] = statistic
+        if args.reward_model:
+            baseline = initial.samples if initial else samples
+            rewards = [sample.reward for sample in baseline]
+            values["eval/win_rate"] = utils.win_rate(values["eval/reward"], torch.tensor(rewards).double())
+    return Evaluation(utils.means(values), logps, samples)
 
 
 # === Training ===
-def clipping_metrics(args, log_ratio, mask):
-    """Of the completion tokens: the shares beyond a bound, and |log-ratio|."""
+def clipping_metrics(args, log_ratio) -> dict:
+    """For each token: whether it is beyond a bound, and |log-ratio|, (B, T)."""
     return {
-        "humanline/clipped_low": ((log_ratio < args.log_epsilon_P).double(), mask),
-        "humanline/clipped_high": ((log_ratio > args.log_epsilon_R).double(), mask),
-        "humanline/log_ratio_abs_mean": (log_ratio.detach().abs(), mask),
+        "humanline/clipped_low": (log_ratio < args.log_epsilon_P).double(),
+        "humanline/clipped_high": (log_ratio > args.log_epsilon_R).double(),
+        "humanline/log_ratio_abs_mean": log_ratio.abs(),
     }
 
 
-def grpo_metrics(mask, ratio, k3, removed):
-    """{name: (values, weights)} of the completion tokens of a pass."""
+def grpo_metrics(losses, ratio, k3, removed) -> dict:
+    """For each token, (B, T)."""
     return {
-        "grpo/ratio_mean": (ratio, mask),
-        "grpo/kl": (k3, mask),
-        "grpo/clip_fraction": (removed.double(), mask),
+        "loss": losses,
+        "grpo/ratio_mean": ratio,
+        "grpo/kl": k3,
+        "grpo/clip_fraction": removed.double(),
     }
 
 
-def logps_metrics(logps, A, mask):
-    """{name: (values, weights)} of the sequences of a pass; chosen ones have a positive advantage."""
-    completion_logps = (logps.detach() * mask).sum(-1)  # (B,)
-    return {
-        "logps/chosen": (completion_logps, (A > 0).to(A.dtype)),
-        "logps/rejected": (completion_logps, (A < 0).to(A.dtype)),
-    }
-
-
-def check_finite(bar: tqdm, step: int, losses, grad_norm: float, rows: list[int]):
-    """Ends the run before an update that is not finite, and names the rows that may be the cause."""
-    total = losses.sum().item()
-    if math.isfinite(total + grad_norm):
-        return
-    bad = {row for row, loss in zip(rows, losses.tolist()) if not math.isfinite(loss)}
-    suspects = sorted(bad or set(rows))
-    bar.close()  # or the message would stand behind it
-    cause = f"step {step}: loss {total}, gradient norm {grad_norm}; the update was not made"
-    fail(f"{cause}: look at rows {suspects} of --dataset, or lower --lr or --max-grad-norm")
-
-
-@exit_on_error("reading or writing", OSError)
+@run.exit_on_error("reading or writing", OSError)
 def main(args: Args):
-    check_flags(args, args.batch_size)
-    signals = Signals()
+    run.check_flags(args, args.batch_size)
     rank, world, device = setup(args)
-    reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32  # of storage
+    reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
 
     # data
-    config, final_dtype, tokens = load_config(args)
-    counts = (0,) if args.online else range(2, 1000)  # completions of a row
-    groups, held_out, hashes = load_data(args, tokens, counts, range(1000))
-    resolve_group_size(args, len(groups[0]))
-    if not args.online:
-        candidates = [make_group(args, group) for group in groups]
-        groups = [group for group in candidates if group]
-        if rank == 0:
-            print(f"{len(groups)} groups of {args.group_size}")
+    with run.exit_on_error(f"--model {args.model}"):
+        tokenizer, eos_ids = utils.load_tokenizer(
+            args.model, args.chat_template, args.eos_token, args.trust_remote_code
+        )
+    groups = load_groups(args, tokenizer, eos_ids, args.dataset, args.dataset_split)
+    held_out = []
+    if args.eval_dataset:
+        held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
     groups_per_step = args.batch_size // args.group_size
-    samples_per_prompt = args.group_size
-    if args.group_size == 2:
-        samples_per_prompt = args.samples_per_prompt
+    if args.batch_size % args.group_size:
+        run.fail(f"--batch-size {args.batch_size} is not a multiple of --group-size {args.group_size}")
+    if args.group_size > 2:
+        args.samples_per_prompt = args.group_size  # online
     if len(groups) < groups_per_step:
-        fail(f"--dataset {args.dataset}: {len(groups)} rows are left, and a batch takes {groups_per_step}")
+        run.fail(f"--dataset {args.dataset}: {len(groups)} rows do not fill a batch of {groups_per_step}")
+    if not args.online and any(len(group) != args.group_size for group in groups):
+        run.fail(f"--dataset {args.dataset}: a row has not --group-size completions; prompts need --online")
 
     # models
-    output_dir, lock = open_folder(args, __file__, device)  # lock: held as long as this name
-    checkpoint = newest_checkpoint(output_dir, hashes)
-    with exit_on_error("sampling"):
-        sampler = utils.Sampler(args, config, tokens, reference_dtype, device)
-    policy, reference = load_models(args, config, reference_dtype, device)
-    if args.gradient_checkpointing:
-        policy.gradient_checkpointing_enable({"use_reentrant": False})
-    # Before a checkpoint is loaded: the report compares with the initial policy, also on resume.
-    first_evaluation = {}  # its log-probs and samples
-    before, samples_before = evaluate(args, policy, sampler, held_out, first_evaluation)
+    with run.exit_on_error(f"--model {args.model}"):
+        policy, reference = load_models(args, reference_dtype, device)
+    with run.exit_on_error(f"--reward-model {args.reward_model}"):
+        sampler = make_sampler(args, tokenizer, eos_ids, reference_dtype, device)
+    # Fused, since the default on CUDA needs memory for one more moment. Its settings are set in every step.
+    optimizer = torch.optim.AdamW(policy.parameters(), fused=device.type == "cuda")
+    warmup_steps = max(1, round(args.warmup_fraction * args.num_steps))
 
-    # optimizer
-    optimizer = make_optimizer(args, policy, device)
-    progress = Progress()
+    # run
+    output_dir = run.open_folder(args, __file__, device)
+    checkpoint = run.newest_checkpoint(output_dir)
+    before = evaluate(args, policy, sampler, held_out)  # of the initial policy, also on resume
+    # All ranks meet in hash_data, and have looked for a checkpoint before rank 0 writes into the folder.
+    progress = run.Progress(data_hash=run.hash_data(groups))
     if checkpoint:
-        progress = load_checkpoint(args, checkpoint, policy, reference, optimizer)
-    else:
-        save_args(args, output_dir, __file__)
+        progress = run.load_checkpoint(checkpoint, policy, reference, optimizer, progress.data_hash)
     if any(len(group) != args.group_size for group in progress.pool):
-        fail("--group-size: samples in groups of another size wait for a step; keep it")
-    scheduler = make_scheduler(args, optimizer, progress.step)
-    log = Log(output_dir, progress.step, before) if rank == 0 else None
-    sync = args.sync if args.humanline else "none"
+        run.fail("--group-size: groups of another size wait for a step; keep it")
+    run.save_args(args, output_dir, __file__)
+    log = run.Log(output_dir, progress.step, before)
+    signals = run.Signals()  # one ends the run after the step, with a checkpoint
 
     steps = range(progress.step, args.num_steps)
     bar = tqdm(steps, initial=progress.step, total=args.num_steps, disable=rank != 0)
     for step in bar:
         started = time.perf_counter()
+        metrics = {"step": step}
 
-        # the batch: groups of the data set, or of the round's samples
+        # the batch: groups of the data set, or of the policy's own samples
         if args.online:
             while len(progress.pool) < groups_per_step:
-                signals.training = False  # a signal does not wait for sampling, which may take long
-                sample_round(args, sampler, policy, groups, progress, samples_per_prompt)
+                progress.round += 1
+                new_groups, rollout = sample_round(args, sampler, policy, groups, progress.round)
+                progress.pool += new_groups
+                metrics |= rollout
                 sync_reference(reference, policy)  # Algorithm 1: the policy at the start of the round
-                progress.last_sync = step
+                progress.last_round = progress.last_sync = step
             batch = progress.pool[:groups_per_step]
             progress.pool = progress.pool[groups_per_step:]
+            metrics["rollout/age_steps"] = step - progress.last_round
         else:
             batch = draw_batch(groups, step, groups_per_step, args.seed)
-        signals.training = True  # from here a signal waits for the end of the step
-        examples = [x for group in batch for x in group]
-        rewards = torch.tensor([x.reward for x in examples], dtype=torch.float64).view(-1, args.group_size)
-        by_group = [group_advantages(group) for group in rewards.tolist()]
-        advantages = torch.tensor(by_group, dtype=torch.float64, device=device).flatten()  # (batch_size,)
-        # Nothing was updated since the last sync, so both models have the same log-probs.
-        in_sync = progress.last_sync == step
+
+        examples = [example for group in batch for example in group]
+        rewards = torch.tensor([example.reward for example in examples], dtype=torch.float64, device=device)
+        rewards = rewards.view(groups_per_step, args.group_size)
+        advantages = group_advantages(rewards).flatten()  # (batch_size,)
 
         # the gradient of the mean loss over the completion tokens of all ranks and passes
-        completion_tokens = sum(len(x.completion_ids) for x in examples)
-        lengths = [x.length for x in examples]
-        passes = utils.make_passes(lengths, world, args.micro_batch_tokens)[rank::world]
-        losses = torch.zeros(args.batch_size, dtype=torch.float64, device=device)  # 0: of other ranks
-        sums = defaultdict(float)
-        for number, mine in enumerate(passes, 1):  # mine: positions among the examples
+        completion_tokens = sum(len(example.completion_ids) for example in examples)
+        lengths = [example.length for example in examples]
+        micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
+        means = run.Means()
+        for number, indices in enumerate(micro_batches, 1):
             # FSDP2 sums gradients over the ranks: on the CPU in the last pass, since once is enough; on CUDA
             # in every pass, since until then a rank holds the gradients of the whole model.
-            policy.set_requires_gradient_sync(device.type == "cuda" or number == len(passes))
-            input_ids, mask = utils.pad_batch([examples[i] for i in mine], tokens.pad_id, device)  # (B, T)
+            policy.set_requires_gradient_sync(device.type == "cuda" or number == len(micro_batches))
+            input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
 
-            if not in_sync:  # before the policy's pass, which keeps its activations
-                with torch.no_grad():
-                    ref_logps = utils.token_logps(reference, input_ids, mask)  # (B, T)
+            with torch.no_grad():  # first, since the policy's pass keeps its activations
+                ref_logps = utils.token_logps(reference, input_ids, mask)  # (B, T)
             logps = utils.token_logps(policy, input_ids, mask)  # (B, T)
-            if in_sync:
-                ref_logps = logps.detach()
             log_ratio = logps - ref_logps  # (B, T)
-            clipped = clip_log_ratio(args, log_ratio, mask, [(args.seed, step, i) for i in mine])
-            A = advantages[mine].to(logps.dtype)  # (B,)
-            token_losses, ratio, k3, removed = grpo_loss(clipped, log_ratio, A, args.beta, args.epsilon)
-            ((token_losses * mask).sum() / completion_tokens).backward()
+            clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
+            A = advantages[indices].to(logps.dtype)  # (B,)
+            settings = (args.beta, args.epsilon)
+            losses, ratio, k3, removed = grpo_loss(clipped_log_ratio, log_ratio, A, *settings)  # (B, T) each
+            ((losses * mask).sum() / completion_tokens).backward()
 
-            losses[mine] = (token_losses.detach() * mask).sum(-1).double() / completion_tokens
-            pass_metrics = grpo_metrics(mask, ratio, k3, removed) | logps_metrics(logps, A, mask)
-            pass_metrics |= clipping_metrics(args, log_ratio, mask)
-            for key, (values, weights) in pass_metrics.items():
-                total = (values * weights).sum()
-                sums[key] += torch.stack([total, weights.sum()]).double()
-        dist.all_reduce(losses)
+            means.add(grpo_metrics(losses, ratio, k3, removed), mask)
+            completion_logps = (logps * mask).sum(-1)  # (B,)
+            means.add({"logps/chosen": completion_logps}, (A > 0).to(A.dtype))
+            means.add({"logps/rejected": completion_logps}, (A < 0).to(A.dtype))
+            means.add(clipping_metrics(args, log_ratio), mask)
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-        grad_norm = norm.full_tensor().item()  # before clipping, of all shards
-        check_finite(bar, step, losses, grad_norm, [x.row for x in examples])
+        metrics["grad_norm"] = norm.full_tensor().item()  # before clipping, of all shards
+        metrics |= means.over_ranks()
+        all_equal = rewards.amax(1) == rewards.amin(1)
+        metrics["grpo/zero_advantage_groups"] = all_equal.double().mean().item()
+        if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
+            run.fail(f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; lower --lr")
 
-        # the update: a reference that is synced right before it is one step behind afterwards
-        metrics = {"step": step, "loss": losses.sum().item(), "grad_norm": grad_norm}
-        metrics["lr"] = scheduler.get_last_lr()[0]
+        # the update: synced before it, the reference stays one update behind the policy
         metrics["humanline/steps_since_sync"] = step - progress.last_sync
-        if sync == "before_step" and step % args.k == 0:
-            sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3): before the update
+        if args.humanline and args.sync == "before_step" and step % args.k == 0:
+            sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
             progress.last_sync = step
+        metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)  # linear warmup, then constant
+        for group in optimizer.param_groups:
+            group.update(lr=metrics["lr"], eps=args.adam_eps, weight_decay=args.weight_decay)
         optimizer.step()
-        scheduler.step()
         optimizer.zero_grad()
-        if sync == "after_step" and (step + 1) % args.k == 0:
-            sync_reference(reference, policy)  # trust-region syncing (Figure 10): after the update
+        if args.humanline and args.sync == "after_step" and (step + 1) % args.k == 0:
+            sync_reference(reference, policy)  # trust-region syncing (Figure 10)
             progress.last_sync = step + 1
         progress.step = step + 1
 
-        # metrics
-        metrics |= mean_over_ranks(sums)
-        metrics["rewards/mean"] = rewards.mean().item()
-        metrics["rewards/std"] = rewards.std().item()
-        ties = rewards.amax(1) == rewards.amin(1)
-        metrics["grpo/zero_advantage_groups"] = ties.double().mean().item()
-        metrics |= perf_metrics(started, sum(lengths), device)
-        if progress.rollout:
-            metrics |= progress.rollout | {"rollout/age_steps": step - progress.last_round}
+        # metrics and checkpoint
+        metrics |= run.perf_metrics(started, sum(lengths), device)
         if args.eval_every and progress.step % args.eval_every == 0:
-            now, _ = evaluate(args, policy, sampler, held_out, first_evaluation)
-            metrics |= {name: mean for name, (mean, _) in now.items()}
+            metrics |= run.means_of(evaluate(args, policy, sampler, held_out, before))
         bar.set_postfix(loss=metrics["loss"], kl=metrics["grpo/kl"], refresh=False)
-        if log:
-            log.write(metrics)
-
-        # checkpoint
+        log.write(metrics)
         stopped_by = signals.of_any_rank(device)
-        is_due = args.checkpoint_every and progress.step % args.checkpoint_every == 0
-        if is_due or stopped_by:
-            folder = output_dir / "checkpoints" / f"step-{progress.step}"
-            save_checkpoint(folder, policy, reference, optimizer, progress, hashes, args.keep_checkpoints)
-            save_args(args, output_dir, __file__)  # not before: a resume whose flags fail leaves the old ones
+        if stopped_by or run.checkpoint_is_due(args, progress.step):
+            run.save_checkpoint(args, output_dir, policy, reference, optimizer, progress)
         if stopped_by:
-            stop(stopped_by, progress.step, output_dir)
-    signals.training = False
+            run.stop(stopped_by, progress.step, output_dir)
 
-    after, samples_after = evaluate(args, policy, sampler, held_out, first_evaluation)
-    export(output_dir / "final", policy, tokens, final_dtype)
-    if log:
-        report(log, output_dir, before, after, samples_before, samples_after)
+    after = evaluate(args, policy, sampler, held_out, before)
+    run.export(output_dir / "final", policy, tokenizer, eos_ids)
+    run.report(log, before, after)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(parse_args(Args, __file__, __doc__, TOY, TOY_ONLINE))
+    main(run.parse_args(Args, __file__, __doc__, TOY, TOY_ONLINE))

@@ -14,11 +14,11 @@ Differs from the paper in (docs/grpo_math.md):
     - Completion masks say which tokens count; the paper's listing counts log-ratios that are not exactly 0.
     - Answers that cannot be graded within limits count as wrong, and such problems are dropped.
 
-B sequences, T tokens. Log-probs are in nats. A mask is 1 at completion tokens, else 0.
+B sequences, T tokens. Log-probs are in nats. A mask is 1 at completion tokens, else 0. An Example is a
+problem with one completion, a group the G examples of one problem.
 """
 
 import gzip
-import hashlib
 import json
 import logging
 import math
@@ -32,7 +32,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pyarrow.parquet
@@ -43,37 +43,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.initialization import no_init_weights
 
+import run
 import utils
-from run import (
-    Above0,
-    AtLeast2,
-    Below0,
-    Count,
-    CountOr0,
-    Log,
-    NonNegative,
-    Positive,
-    PositiveShare,
-    Progress,
-    Share,
-    Signals,
-    check_flags,
-    exit_on_error,
-    export,
-    fail,
-    load_checkpoint,
-    mean_over_ranks,
-    newest_checkpoint,
-    open_folder,
-    parse_args,
-    perf_metrics,
-    report,
-    save_args,
-    save_checkpoint,
-    stop,
-)
 
 # === Args ===
 SYSTEM_PROMPT = """Reason step by step before you answer. Write in this format, each tag on a line of its own:
@@ -85,61 +57,59 @@ WEIGHTS = {"accuracy": 8.0, "format": 1.0, "tag_count": 1.0}  # of the three rew
 @dataclass
 class Args:
     # algorithm
-    beta: NonNegative = 1e-4  # weight of the KL penalty (from the authors' code)
-    epsilon: Positive = 0.2  # the ratio is clipped to 1 ± ε (from the authors' code)
-    group_size: AtLeast2 = 8  # G (Table 2)
-    sample_every: Count = 64  # S, steps between rounds; 1 is online (Figure 7: 1 and 64)
+    beta: float = 1e-4  # weight of the KL penalty (from the authors' code)
+    epsilon: float = 0.2  # the ratio is clipped to 1 ± ε (from the authors' code)
+    group_size: int = 8  # G, samples of a problem (Table 2)
+    sample_every: int = 64  # S, steps between rounds; 1 is online (Figure 7: 1 and 64)
     # humanline
     humanline: bool = True  # --no-humanline: no clipping; the reference is the policy that sampled
-    k: Count = 16  # optimizer steps between syncs of the reference (Table 2: 12 to 24; 1 collapses)
-    log_epsilon_P: Below0 = -1.5  # bounds of a token's log π_θ/π_ref, nats (Tables 1, 2)
-    log_epsilon_R: Above0 = 1.5
-    clip: Literal["clip", "sample", "none"] = "clip"  # sample: humanline sampling (eq. 5)
+    k: int = 16  # optimizer steps between syncs of the reference (Table 2: 12 to 24; 1 collapses)
+    log_epsilon_P: float = -1.5  # bounds of a token's log π_θ/π_ref, nats (Tables 1, 2)
+    log_epsilon_R: float = 1.5
+    clip: bool = True  # --no-clip: syncing alone
     sync: Literal["before_step", "after_step", "none"] = "before_step"  # after_step: Figure 10
-    kappa: Positive = 100.0  # of the Beta draws (k in Theorem 4.3's proof); → ∞ is clipping
-    M: Positive = 10.0  # M_P = M_R of eq. 5
     # optimization
-    num_steps: Count = 1600  # optimizer steps (paper: 1600)
-    prompts_per_step: Count = 32  # problems per step, over all ranks (paper: 32)
-    micro_batch_tokens: CountOr0 = 8192  # most tokens in a forward pass of a rank; 0: any
-    lr: Positive = 1e-6  # AdamW's learning rate (paper: 1e-6)
-    warmup_fraction: Share = 0.1  # share of the steps (Tables 1, 2)
-    weight_decay: NonNegative = 0.0  # of AdamW (Table 2)
-    adam_eps: Positive = 1e-8  # AdamW's ε (Table 2)
-    max_grad_norm: Positive = 1.0  # global gradient norm (Table 2)
+    num_steps: int = 1600  # optimizer steps (paper: 1600)
+    prompts_per_step: int = 32  # problems per step, over all ranks (paper: 32)
+    micro_batch_tokens: int = 8192  # most tokens in a forward pass of a rank; 0: any
+    lr: float = 1e-6  # AdamW's learning rate (paper: 1e-6)
+    warmup_fraction: float = 0.1  # share of the steps (Tables 1, 2)
+    weight_decay: float = 0.0  # of AdamW (Table 2)
+    adam_eps: float = 1e-8  # AdamW's ε (Table 2)
+    max_grad_norm: float = 1.0  # global gradient norm (Table 2)
     # data
     dataset: str = ""  # problems with an answer or a solution: file or Hub name
     dataset_split: str = "train"  # Hub split, such as train[:10000]
     eval_dataset: str = ""  # held out, in the same formats; empty: none
     eval_split: str = "test"  # Hub split
     system_prompt: str = SYSTEM_PROMPT  # first message; empty: none
-    max_prompt_length: Count = 512  # tokens; rows with a longer prompt are dropped
-    max_length: Count = 2560  # tokens; what is cut here has no end of turn
+    max_prompt_length: int = 512  # tokens; rows with a longer prompt are dropped
+    max_length: int = 2560  # tokens; what is cut here has no end of turn
     # model
     model: str = ""  # folder or Hub name; empty: the toy and its settings
     chat_template: str = ""  # Jinja file
     eos_token: str = ""  # that ends a turn; empty: the tokenizer's
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bf16, CPU fp32, toy fp64
     gradient_checkpointing: bool = False  # less memory, more time
-    shard_size: CountOr0 = 0  # ranks that share a copy (HSDP), such as those of a machine; 0: all
+    shard_size: int = 0  # ranks that share a copy (HSDP), such as those of a machine; 0: all
     trust_remote_code: bool = False  # run a model's own Python code
     # sampling
-    max_new_tokens: Count = 2048  # tokens (paper: 2048)
-    temperature: Positive = 0.7  # of sampling, and of the log-probs in training (paper: 0.7)
-    top_p: PositiveShare = 1.0  # nucleus sampling (Table 2)
+    max_new_tokens: int = 2048  # tokens (paper: 2048)
+    temperature: float = 0.7  # of sampling, and of the log-probs in training (paper: 0.7)
+    top_p: float = 1.0  # nucleus sampling (Table 2)
     engine: Literal["auto", "vllm", "hf"] = "auto"  # auto: vLLM where installed
-    vllm_memory: PositiveShare = 0.3  # share of a GPU's memory
-    generation_batch_size: Count = 32  # sequences, for hf
+    vllm_memory: float = 0.3  # share of a GPU's memory
+    generation_batch_size: int = 32  # sequences, for hf
     # run
-    seed: CountOr0 = 1  # of data order and sampling
+    seed: int = 1  # of data order and sampling
     output_dir: str = ""  # default runs/<script>__<seed>__<time>
     resume: str = ""  # folder of a run; flags beside it win
     track: bool = False  # log to W&B too (pip install wandb)
-    checkpoint_every: CountOr0 = 100  # steps; 0: never
-    keep_checkpoints: CountOr0 = 2  # the newest stay; 0: all
-    eval_every: CountOr0 = 0  # steps; 0: only before and after training
-    eval_samples: CountOr0 = 256  # held-out prompts; 0: none
-    eval_samples_per_problem: Count = 4  # for pass@1
+    checkpoint_every: int = 100  # steps; 0: never
+    keep_checkpoints: int = 2  # the newest stay; 0: all
+    eval_every: int = 0  # steps; 0: only before and after training
+    eval_samples: int = 256  # held-out problems; 0: none
+    eval_samples_per_problem: int = 4  # for pass@1
 
 
 # What the toy needs instead.
@@ -148,10 +118,11 @@ TOY = dict(
     model=f"{FOLDER}/policy",
     dataset=f"{FOLDER}/problems_train.jsonl.gz",
     eval_dataset=f"{FOLDER}/problems_test.jsonl.gz",
+    dtype="float64",  # so that any number of ranks and passes gives the same digits
     system_prompt="",
     num_steps=256,
     prompts_per_step=16,
-    lr=3e-4,
+    lr=1e-4,
     temperature=1.0,
     max_new_tokens=32,
     generation_batch_size=256,
@@ -159,66 +130,42 @@ TOY = dict(
 
 
 # === Loss ===
-def grpo_loss(clipped, log_ratio, advantages, beta: float, epsilon: float):
+def grpo_loss(clipped_log_ratio, log_ratio, advantages, beta: float, epsilon: float):
     """Equation 1 for every token: β·k3 - min(A·ratio, A·clamp(ratio, 1-ε, 1+ε)).
 
     Args:
-        clipped: (B, T) humanline-clipped log π_θ/π_ref in nats, for the ratio.
-        log_ratio: (B, T) the same before clipping, for the KL estimate k3 = π_ref/π_θ + log π_θ/π_ref - 1.
+        clipped_log_ratio: (B, T) humanline-clipped log π_θ/π_ref in nats, for the ratio.
+        log_ratio: (B, T) not clipped, for the KL estimate k3 = π_ref/π_θ + log π_θ/π_ref - 1.
         advantages: (B,).
 
     Returns:
         The loss of every token (B, T). Detached: ratio, k3, and where the clip to 1 ± ε removes the gradient.
     """
     A = advantages.unsqueeze(-1)  # (B, 1)
-    ratio = clipped.exp()  # (B, T)
+    ratio = clipped_log_ratio.exp()  # (B, T)
     k3 = (-log_ratio).exp() + log_ratio - 1  # (B, T)
     loss = beta * k3 - torch.minimum(A * ratio, A * ratio.clamp(1 - epsilon, 1 + epsilon))
-    too_high = (A > 0) & (ratio > 1 + epsilon)
-    too_low = (A < 0) & (ratio < 1 - epsilon)
-    return loss, ratio.detach(), k3.detach(), too_high | too_low
+    removed_above = (A > 0) & (ratio > 1 + epsilon)
+    removed_below = (A < 0) & (ratio < 1 - epsilon)
+    return loss, ratio.detach(), k3.detach(), removed_above | removed_below
 
 
 def group_advantages(rewards):
-    """(R - mean) / (std + 1e-4) within the group, with the sample's std (Open-R1); 0 where all are equal."""
-    if min(rewards) == max(rewards):
-        return [0.0] * len(rewards)
-    values = torch.tensor(rewards, dtype=torch.float64)
-    return ((values - values.mean()) / (values.std() + 1e-4)).tolist()
+    """(R - mean) / (std + 1e-4) within each group, with the sample's std (Open-R1); 0 where all are equal.
 
-
-def clip_log_ratio(args, log_ratio, mask, keys: list[tuple]):
-    """What the loss sees of log π_θ/π_ref, (B, T). A row's key seeds the draws of humanline sampling."""
-    if not args.humanline or args.clip == "none":
-        return log_ratio
-    if args.clip == "clip":
-        return log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)  # humanline clipping (§5.1, Figure 4)
-    mean_P = math.exp(args.log_epsilon_P) / args.M
-    mean_R = math.exp(-args.log_epsilon_R) / args.M
-    B_P = beta_draws(mask, keys, 0, args.kappa, mean_P)
-    B_R = beta_draws(mask, keys, 1, args.kappa, mean_R)
-    return humanline_sampling(log_ratio, B_P, B_R, args.M)
-
-
-def humanline_sampling(log_ratio, B_P, B_R, M: float):
-    """Equation 5: a token with ratio < M·B_P or 1/ratio < M·B_R keeps its value and loses its gradient."""
-    too_low = log_ratio.exp() < M * B_P
-    too_high = (-log_ratio).exp() < M * B_R
-    return torch.where(too_low | too_high, log_ratio.detach(), log_ratio)
-
-
-def beta_draws(mask, keys: list[tuple], stream: int, kappa: float, mean: float):
-    """Draws of Beta(κ·mean, κ·(1 - mean)) as in Theorem 4.3, (B, T).
-
-    Row i's depend on keys[i] and the stream alone: they are the same on any number of ranks and passes.
+    rewards: (groups, G).
     """
-    a = kappa * mean
-    b = kappa * (1 - mean)
-    draws = []
-    for key in keys:
-        generator = np.random.default_rng((*key, stream))
-        draws.append(generator.beta(a, b, mask.shape[1]))  # a longer T only appends
-    return torch.as_tensor(np.stack(draws), dtype=mask.dtype, device=mask.device)
+    rewards = rewards - rewards[:, :1]  # changes no advantage, but makes those of equal rewards exactly 0
+    mean = rewards.mean(1, keepdim=True)
+    deviation = rewards.std(1, keepdim=True)
+    return (rewards - mean) / (deviation + 1e-4)
+
+
+def clip_log_ratio(args, log_ratio):
+    """What the loss sees of log π_θ/π_ref, (B, T): beyond a bound the bound, which has no gradient."""
+    if not args.humanline or not args.clip:
+        return log_ratio
+    return log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)  # humanline clipping (§5.1, Figure 4)
 
 
 @torch.no_grad()
@@ -230,142 +177,76 @@ def sync_reference(reference, policy):
 
 
 # === Data ===
-def load_data(args, tokens, counts, eval_counts):
-    """Groups to train on, held-out groups (none without --eval-dataset), and the hashes of both data sets.
+def load_rows(name: str, split: str):
+    """Yields (line number, row) of a .jsonl, .jsonl.gz or .parquet file, or of a Hub data set."""
+    if name.endswith((".jsonl", ".jsonl.gz")):
+        open_file = gzip.open if name.endswith(".gz") else open
+        with open_file(name, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                with run.exit_on_error(f"{name}, line {number}"):
+                    row = json.loads(line)
+                yield number, row
+    elif name.endswith(".parquet"):
+        yield from enumerate(pyarrow.parquet.read_table(name).to_pylist(), 1)
+    else:
+        import datasets  # here, since it takes a second
 
-    counts: numbers of completions that a row may have; (0,): prompts alone are read.
+        yield from enumerate(datasets.load_dataset(name, split=split), 1)
+
+
+def encode_row(args, tokenizer, eos_ids, row: dict) -> tuple:
+    """A problem and its gold answer, as a group of one. Change it to read other columns.
+
+    Raises utils.CannotTrain if the row is to be left out, and another exception if it is malformed.
     """
-    name = args.dataset
-    groups, digest = load_groups(args, "--dataset", name, args.dataset_split, tokens, counts)
-    hashes = {f"--dataset {name}": digest}
-    held_out = []
-    if args.eval_dataset:
-        name = args.eval_dataset
-        held_out, digest = load_groups(args, "--eval-dataset", name, args.eval_split, tokens, eval_counts)
-        hashes[f"--eval-dataset {name}"] = digest
-    utils.show_tokens(tokens, groups[0][0])
-    return groups, held_out, hashes
-
-
-def load_groups(args, flag: str, name: str, split: str, tokens, counts):
-    """Reads and tokenizes a data set, and prints which rows cannot train.
-
-    A group is the examples of a row, such as (chosen, rejected), or (prompt,).
-
-    Returns:
-        The groups, and a hash of the data, for a later resume to compare.
-    """
-    rows = load_rows(flag, name, split)
-    groups = []
-    notes = defaultdict(list)  # {note: row numbers}
-    content = hashlib.sha256()
-    for number, row in rows.items():
-        with exit_on_error(f"{flag} {name}, line {number}"):
-            group, note = encode_row(args, number, row, tokens, counts)
-        ids = [(x.prompt_ids, x.completion_ids) for x in group]
-        content.update(repr((row, ids)).encode())
-        if group:
-            groups.append(group)
-        if note:
-            notes[note].append(number)
-
-    summary = f"{flag} {name}: {len(groups)} rows, {len(rows) - len(groups)} dropped"
-    for note, numbers in notes.items():
-        more = " …" if len(numbers) > 9 else ""
-        summary += f"; {len(numbers)} {note}: lines {', '.join(map(str, numbers[:9]))}{more}"
-    if not groups:
-        fail(f"{summary}; none is left")
-    for group in groups:
-        if len(group) != len(groups[0]):
-            first = groups[0][0].row
-            fail(f"{flag} {name}, line {group[0].row}: not as many completions as in line {first}")
-    if dist.get_rank() == 0:
-        print(summary)
-    return groups, content.hexdigest()
-
-
-def encode_row(args: Args, number: int, row: dict, tokens, counts):
-    """A problem and its gold answer as a group of one, and a note or "". Raises ValueError if it has none.
-
-    There are no completions, so that `counts`, which the other scripts need, is not used.
-    """
-    if not isinstance(row, dict):
-        row = {}
-    prompt = row.get("problem")
-    if prompt is None:
-        raise ValueError(f"it needs a problem; the columns are {', '.join(row)}")
+    prompt = row["problem"]
     if args.system_prompt:
         system = {"role": "system", "content": args.system_prompt}
         prompt = [system, {"role": "user", "content": prompt}]
-    answer = gold_answer(row)
-    group, note = utils.encode_group(args, tokens, number, prompt, [], [])
-    if not answer:
-        return (), "without an answer"
-    return tuple(x._replace(answer=answer) for x in group), note
+    prompt_ids, _ = utils.encode(tokenizer, eos_ids, prompt)
+    if not 0 < len(prompt_ids) <= min(args.max_prompt_length, args.max_length - 1):
+        raise utils.CannotTrain("prompt empty, or longer than --max-prompt-length or --max-length")
+    return (utils.Example(prompt, prompt_ids, answer=gold_answer(row)),)
 
 
-def gold_answer(row: dict):
-    """The `answer` of a row, or its `solution` if that has a \\boxed{…}, else "". A ValueError if it has no
-    such column or they are not strings (an answer may be a number)."""
+def gold_answer(row: dict) -> str:
+    """The `answer` of a row, text or a number, or its `solution` with a box, or "". Raises ValueError."""
     answer, solution = row.get("answer"), row.get("solution")
-    if answer is None and solution is None:
-        raise ValueError(f"it has no answer or solution; the columns are {', '.join(row)}")
-    if type(answer) is float:
+    if answer is None and isinstance(solution, str):
+        answer = solution if "\\boxed" in solution else ""
+    if type(answer) is float:  # str would write 1e-05
         answer = np.format_float_positional(answer, trim="-") if math.isfinite(answer) else ""
-    if type(answer) is int:
-        answer = str(answer)
-    if not isinstance(answer, str | None) or not isinstance(solution, str | None):
-        raise ValueError("answer and solution must be strings")
-    if answer is None and "\\boxed" in solution:
-        return solution
-    return answer or ""
+    if type(answer) not in (str, int):
+        raise ValueError("it needs an answer, text or a number, or a solution")
+    return str(answer)
 
 
-def keep_gradable(grader, flag, name, groups):
-    """The groups whose gold answer has a value within the limits. Ends the run if there is none."""
-    verdicts = judge_all(grader, [(group[0].answer, None) for group in groups])
-    kept = [group for group, gradable in zip(groups, verdicts) if gradable]
-    dropped = [str(group[0].row) for group, gradable in zip(groups, verdicts) if not gradable]
-    summary = f"{flag} {name}: {len(kept)} have an answer that can be graded"
-    if dropped:
-        summary += f", {len(dropped)} have not, the first in lines {', '.join(dropped[:9])}"
-    if not kept:
-        fail(summary)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(summary)
-    return kept
-
-
-def load_rows(flag: str, name: str, split: str):
-    """{row number: row} of a file or a Hub data set, from 1."""
-    with exit_on_error(f"{flag} {name}"):
-        if name.endswith(".parquet"):
-            rows = pyarrow.parquet.read_table(name).to_pylist()
-        elif name.removesuffix(".gz").endswith((".json", ".jsonl")):
-            open_file = gzip.open if name.endswith(".gz") else open
-            with open_file(name, "rt", encoding="utf-8-sig") as file:
-                text = file.read()
-            if not text.lstrip().startswith("["):
-                return parse_lines(flag, name, text)
-            rows = json.loads(text)
-        elif Path(name).exists() or name.count("/") != 1:
-            raise ValueError("no .json, .jsonl (or .gz), .parquet file or Hub name")
-        else:
-            import datasets  # here, since it takes a second
-
-            datasets.disable_progress_bars()
-            rows = datasets.load_dataset(name, split=split)
-        return dict(enumerate(rows, 1))
-
-
-def parse_lines(flag: str, name: str, text: str):
-    """{line number: row} of JSON lines; empty ones are left out."""
-    rows = {}
-    for number, line in enumerate(text.split("\n"), 1):
-        with exit_on_error(f"{flag} {name}, line {number} is not JSON"):
-            if line.strip():
-                rows[number] = json.loads(line)
-    return rows
+def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
+    """The groups of a data set. Prints which rows are left out, and where the first one's turns end."""
+    groups = []
+    left_out = defaultdict(list)  # {reason: line numbers}
+    with run.exit_on_error(name):
+        for number, row in load_rows(name, split):
+            with run.exit_on_error(f"{name}, line {number}"):
+                utils.check_columns(row)
+                try:
+                    groups.append(encode_row(args, tokenizer, eos_ids, row))
+                except utils.CannotTrain as reason:
+                    left_out[str(reason)].append(number)
+    counts = [f"{name}: {len(groups)} rows"]
+    for reason, numbers in left_out.items():
+        counts.append(f"{len(numbers)} left out, the first in line {numbers[0]}: {reason}")
+    summary = "; ".join(counts)
+    if not groups:
+        run.fail(summary)
+    if dist.get_rank() == 0:
+        first = groups[0][0]
+        prompt_end = tokenizer.decode(first.prompt_ids[-8:])
+        completion_end = tokenizer.decode(first.completion_ids[-8:])
+        print(f"{summary}; a prompt ends {prompt_end!r}, its completion {completion_end!r}")
+    return groups
 
 
 def draw_batch(groups: list, number: int, size: int, seed: int) -> list:
@@ -373,17 +254,22 @@ def draw_batch(groups: list, number: int, size: int, seed: int) -> list:
     batches_per_epoch = len(groups) // size
     epoch, batch = divmod(number, batches_per_epoch)
     order = np.random.default_rng((seed, epoch)).permutation(len(groups))
-    return [groups[i] for i in order[batch * size : (batch + 1) * size]]
+    positions = order[batch * size : (batch + 1) * size]
+    return [groups[i] for i in positions]
 
 
 # === Models ===
 def setup(args):
-    """Starts the process group and resolves --dtype auto. Returns rank, world size and device."""
+    """Starts the process group and resolves --dtype auto. Returns rank, world size and device.
+
+    Ends the run if the ranks have other flags or another script.
+    """
     rank = int(os.environ.get("RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every new length of a sequence
         backend = "cpu:gloo,cuda:nccl"
     else:
         device = torch.device("cpu")
@@ -393,29 +279,14 @@ def setup(args):
     # Without torchrun there is no address to meet at.
     store = None if "RANK" in os.environ else dist.HashStore()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    run.compare_programs(args, __file__)
     transformers.utils.logging.disable_progress_bar()
     if args.dtype == "auto":
-        cpu_dtype = "float64" if args.model == TOY["model"] else "float32"
-        args.dtype = "bfloat16" if device.type == "cuda" else cpu_dtype
-    # For the fp32 head of token_logps: TF32 has more bits than bf16, so products of bf16 factors stay exact.
-    precision = "high" if args.dtype == "bfloat16" else "highest"
-    torch.set_float32_matmul_precision(precision)
+        args.dtype = "bfloat16" if device.type == "cuda" else "float32"
     return rank, world, device
 
 
-def load_config(args):
-    """The model's configuration without dropout and router noise, the dtype of its files, and its tokens."""
-    with exit_on_error(f"--model {args.model}"):
-        config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
-        tokens = utils.load_tokens(args, config)
-    text_config = config.get_text_config()
-    for key, value in text_config.to_dict().items():
-        if isinstance(value, float) and ("drop" in key or "jitter" in key):
-            setattr(text_config, key, 0.0)  # noise would part the policy from the reference
-    return config, config.dtype or torch.float32, tokens
-
-
-def shard_model(args, model, compute_dtype: torch.dtype, device):
+def shard_model(args, model, device):
     """Shards the model in place with FSDP2: decoder blocks, an untied embedding and head, the rest as root.
 
     With --shard-size (HSDP) so many ranks share a copy, and their groups have equal copies.
@@ -432,12 +303,13 @@ def shard_model(args, model, compute_dtype: torch.dtype, device):
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight is not head.weight:  # a tied weight belongs to both, and so to the root
         units += [embedding, head]
+    compute_dtype = getattr(torch, args.dtype)
     # Gradients are summed over ranks in fp32 at least: bf16 would lose those of many ranks.
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype)
     for module in [*units, model]:
         # By default the root stays gathered after a forward, for the backward pass. The reference has none:
-        # it would go on with the gathered copy, and miss the next sync.
+        # its next forward would read the gathered copy, and miss a sync in between.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
         # The loss is divided by the global batch already, so gradients are sums over ranks, not means.
         module.set_gradient_divide_factor(1.0)
@@ -445,254 +317,181 @@ def shard_model(args, model, compute_dtype: torch.dtype, device):
     return model
 
 
-def load_models(args, config, reference_dtype: torch.dtype, device) -> tuple:
-    """Policy, in fp32, and reference, in `reference_dtype`; both compute in --dtype."""
-    compute_dtype = getattr(torch, args.dtype)
+def load_models(args, reference_dtype: torch.dtype, device) -> tuple:
+    """Policy, stored in fp32, and reference, stored in `reference_dtype`; both compute in --dtype."""
+    options = dict(trust_remote_code=args.trust_remote_code)
+    config = AutoConfig.from_pretrained(args.model, **options)
+    utils.check_positions(config, args.max_length, args.max_prompt_length, args.max_new_tokens)
     config.dtype = None  # so that "auto" is the files' dtype
-    with exit_on_error(f"--model {args.model}"):
-        policy = utils.load_pretrained(
-            AutoModelForCausalLM,
-            args.model,
-            config=config,
-            dtype="auto",
-            trust_remote_code=args.trust_remote_code,
-        )
-    with no_init_weights():  # memory that is not written to yet costs nothing
-        reference = AutoModelForCausalLM.from_config(
-            policy.config,
-            dtype=reference_dtype,
-            trust_remote_code=args.trust_remote_code,
-        )
-    reference.tie_weights()
-    computed_buffers = dict(reference.named_non_persistent_buffers())
-
-    # The files are memory-mapped, in pages that all ranks share. Sharding moves a rank's shards to its
-    # device, and casting comes after it, so that a rank never holds the whole model in fp32.
-    policy = shard_model(args, policy, compute_dtype, device).to(torch.float32)
-    reference = shard_model(args, reference, compute_dtype, device).to(reference_dtype)
-    # Both get the files' buffers, but those that are computed, such as rotary frequencies, in full precision.
-    for name, buffer in dict(policy.named_buffers()).items():
-        values = computed_buffers.get(name, buffer).to(device)
-        policy.get_buffer(name).data = values
-        reference.get_buffer(name).data = values
-    sync_reference(reference, policy)
-    policy.train()
+    text_config = config.get_text_config()
+    for key, value in text_config.to_dict().items():
+        if isinstance(value, float) and ("drop" in key or "jitter" in key):
+            setattr(text_config, key, 0.0)  # noise would part the policy from the reference
+    # The files are memory-mapped, in pages that all ranks share. The policy is cast after sharding, which
+    # moves a rank's shards to its device, so that no rank ever holds the whole model in fp32.
+    models = []
+    for dtype in ("auto", reference_dtype):
+        model = utils.load_pretrained(AutoModelForCausalLM, args.model, config=config, dtype=dtype, **options)
+        run.compare_ranks({"the checksum of --model's weights": utils.checksum(model)})
+        models.append(shard_model(args, model, device))
+    policy, reference = models
+    policy.to(torch.float32).train()
     reference.eval().requires_grad_(False)
-    with exit_on_error(f"--model {args.model}"):
-        utils.choose_attention(args, policy)
-        utils.choose_attention(args, reference)
+    for name, buffer in policy.named_buffers():
+        buffer.copy_(reference.get_buffer(name))  # Gemma's scale is rounded to the dtype of loading
+    for model in models:
+        utils.choose_attention(model, max(args.max_length, args.max_prompt_length + args.max_new_tokens))
+    if args.gradient_checkpointing:
+        policy.gradient_checkpointing_enable({"use_reentrant": False})
     return policy, reference
 
 
-def make_optimizer(args, policy, device):
-    return torch.optim.AdamW(
-        policy.parameters(),
-        lr=args.lr,
-        eps=args.adam_eps,
-        weight_decay=args.weight_decay,
-        fused=device.type == "cuda",  # the default there needs memory for one more moment
+def make_sampler(args, tokenizer, eos_ids, dtype, device):
+    return utils.Sampler(
+        model=args.model,
+        tokenizer=tokenizer,
+        eos_ids=eos_ids,
+        dtype=dtype,
+        device=device,
+        engine=args.engine,
+        max_length=args.max_prompt_length + args.max_new_tokens,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        batch_size=args.generation_batch_size,
+        vllm_memory=args.vllm_memory,
+        trust_remote_code=args.trust_remote_code,
     )
 
 
-def make_scheduler(args, optimizer, step: int):
-    """Linear warmup, then constant, from optimizer step `step` on."""
-    settings = dict(lr=args.lr, initial_lr=args.lr, eps=args.adam_eps, weight_decay=args.weight_decay)
-    for group in optimizer.param_groups:
-        group.update(settings)  # a checkpoint brings its own; the flags win
-    warmup = max(1, round(args.warmup_fraction * args.num_steps))
-
-    def factor(n: int) -> float:
-        return min(1.0, (n + 1) / warmup)
-
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=step - 1)
-
-
-# === Rounds and evaluation ===
-# math_verify grades, as in Open-R1. It reads one expression well, and these rules hand it one. A policy
-# learns to offer several answers, or to hide one in something longer, where that pays: these are wrong.
+# === Grading ===
+# math_verify grades, as in Open-R1, but is given one expression: where it searches a text for what it can
+# read, "4 or maybe 5" is 5, and a policy learns what pays.
 TIME_LIMIT = 5.0  # CPU seconds for one answer
-
-
-def start_grader(workers=0):
-    """A pool of processes: an answer that never ends, eats memory or crashes takes one with it."""
-    from pebble import ProcessPool
-
-    context = multiprocessing.get_context("forkserver")  # a fork would inherit threads of CUDA and gloo
-    imports = ["torch", "transformers.models.auto.modeling_auto", "math_verify"]
-    context.set_forkserver_preload(imports)  # what a worker needs to import this file, once
-    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    workers = workers or max(1, min(cores, 8))
-    return ProcessPool(workers, max_tasks=1000, initializer=start_worker, context=context)
-
-
-def start_worker():
-    """Limits the memory of a worker to 2 GiB more than its imports take."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    statm = Path("/proc/self/statm")
-    if statm.exists():  # Linux
-        pages = int(statm.read_text().split()[0])
-        limit = pages * resource.getpagesize() + 2 * 2**30
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def judge_all(grader, jobs):
-    """`judge` of each distinct job (gold, answer), shared out over the ranks; None where it was stopped. A
-    RuntimeError if a worker was killed idle."""
-    from pebble import ProcessExpired
-
-    rank, world = 0, 1
-    if dist.is_initialized():
-        rank, world = dist.get_rank(), dist.get_world_size()
-    own = list(dict.fromkeys(jobs))[rank::world]
-    # The other timeout is in seconds of the clock, for workers that sleep, or wait for a core.
-    futures = [grader.schedule(judge, (*job, TIME_LIMIT), timeout=20 * TIME_LIMIT) for job in own]
-    of_sympy = (
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-        NotImplementedError,
-        RecursionError,
-    )
-    verdicts = {}
-    for job, future in zip(own, futures):
-        try:
-            verdicts[job] = future.result()
-        except (ProcessExpired, TimeoutError, MemoryError, *of_sympy):
-            verdicts[job] = None
-    parts = [verdicts] * world
-    if world > 1:
-        dist.all_gather_object(parts, verdicts)
-    for part in parts:
-        verdicts = verdicts | part
-    return [verdicts[job] for job in jobs]
-
-
-def judge(gold: str, answer: str | None, time_limit: float):
-    """In a worker: whether the answer equals the gold answer. Without an answer: whether the gold answer has
-    a value, which others can be compared with. time_limit: CPU seconds."""
-    from math_verify import verify
-    from sympy import Eq, FiniteSet, Set, pi
-
-    # SIGPROF has no handler, which Python would run only after a long multiplication: the kernel ends the
-    # process. The timer counts CPU time, or a busy machine would change verdicts.
-    signal.setitimer(signal.ITIMER_PROF, time_limit)
-    try:
-        golds = read_answer(gold, True)
-        if answer is None:  # 9^{9^{9^9}} equals itself unevaluated, and ends the process when it is compared
-            verify(golds, pi, timeout_seconds=None)
-            answers = [side if isinstance(side, str) else side.doit() for side in golds]
-        else:
-            answers = read_answer(answer, False)
-        if not golds or not answers:
-            return False
-        if len(golds) > 1:  # x^2 + y^2 = 13
-            return len(answers) > 1 and verify(Eq(*golds[:2]), Eq(*answers[:2]), timeout_seconds=None)
-        for side in answers:  # each: 4 = 5 is neither, and x = 2 + 3 = 5 is 5
-            if isinstance(side, FiniteSet) and not isinstance(golds[0], Set):
-                return False
-            if not verify(golds, side, allow_set_relation_comp=True, timeout_seconds=None):
-                return False
-        return True
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-# What stands before the last box, unless the text begins with a box or has boxes joined by a comma, `or`,
-# `and`: those are several answers, of which math_verify makes a set. (Where a solution of MATH boxes several
-# in its sentences, its answer is the last.)
-BEFORE_BOX = r"(?s)\A(?!\W*\\f?box|.*\S\} ?(?:,|;|or|and)? ?\\f?box).*(?=\\(?:boxed|fbox))"
-# Without a box, the last place that names the answer: `the answer (in cm) is …`, `**Answer:** …`, `A: …`,
-# `#### …`. The answer is display math or ends with the line or the sentence.
-MARK = r"(?s:.*)(?:(?i:answer)\b[^.:=\n]{0,50}?(?:\bis\b|[:=\n])|\bA:|####)[\s:*]*"
-ANSWER = MARK + r"((?s:\\\[.+?\\\]|\$\$.+?\$\$)|.+?)[.*]*\s*(?:\n|\.\s|$)"
-# Math in dollars or words, but not in braces: here math_verify must look for the answer itself.
-PROSE = (
-    r"\$|\\[(\[]"
-    r"|(?<![\\A-Za-z])(?:[A-Za-z]{2,}\s+[A-Za-z]{2,}|(?:therefore|thus|exactly|simply) -?\d)(?![^{}]*\})"
-)
-# math_verify drops words after a number as a unit; `2 \text{ is wrong}`, `2 or maybe 3` have no unit.
-HEDGE = (
-    r"\A[^\n]{,60}(?:(?:\b\w|\d|[})])\s*\\(?:text|mbox)\w*\{(?!\s*(?:or|and)\s*\})[^}]*"
-    r"(?:\b(?:or|is|are|not|wrong)\b|['(])|\bor [a-z]{2}|\bis (?:not|wrong))[^\n]{,60}\Z"
-)
-TIDY = {  # what math_verify reads otherwise or not at all
-    "</?(?:think|answer)>": "",  # a tag without its other half
-    r"(?<=\d)(?:,\\!|\\[,; ]|[ \u00a0\u202f~]|\{,\})(?=\d{3}(?!\d))": "",  # 24{,}000
-    r"\\!\s*|\\\$|~|(?<!\\)\\[;:]|(?<![\w)])\*\*|\*\*(?![\w(-])": "",  # spaces, \$36, **bold** but not 2**3
-    r"[.,;\s]+(?=\\[\])]|\$\$)": "",  # \[ x. \]
-    r"(?<=\d):00\b": "",  # 05:00 is no division by zero
-    "[‐-―−]": "-",  # dashes, and a true minus
-    "½": r"\\frac12",
-    r"(?<![\w.^/])(\d+) (\d+) ?/ ?(\d+)": r"\1\\frac{\2}{\3}",  # 1 3/4
-    r"(\\[td]?frac)\s*(\\[a-z]+|\w)\s*(\w)(?!\w)": r"\1{\2}{\3}",  # \frac\pi 4
-    r"(?<=[\w)}])'+(?![a-z])": r"^{\\prime}",  # 2' is not 2
-    r"^\s*(?:\\approx|=)?\s*|[\s.,:;]+$": "",
-    r"(?s)^(?:\$+|\\[(\[])\s*((?:(?!\$|\\[()\[\]]).)*?)[\s.,;]*(?:\$+|\\[)\]])$": r"\1",  # nothing but $x$
-    r"(?<![\\A-Za-z])(?:m?\\angle ?|\\triangle ?)?([A-Z]+|[A-Za-z]{3,})(?=\s*=)": r"\\text{\1}",  # AB = 5
-    r"(?<!\w)\([\\a-z]+(?:, ?[\\a-z]+)+\)\s*=\s*": "",  # (x,y) = (1,2)
-    r"(?<=\d) (?:[a-z]{4,}|cm|ft|in)(?:\^\{?\d\}?)?$": "",  # 42 dollars
-    r"^((?!inf)[A-Za-z ]{3,})$": r"\\text{\1}",  # a word is no product of letters: tea is not eat
-    r"^(?:\\left ?)?\[(?!\\begin)([^,]*?)(?:\\right ?)?\]$": r"\\{\1\\}",  # [2] is not 2
+ANSWER_IS = r"(?i:answer)[^.\n]{0,30}?(?: is| are|[:\n])|\bA:|####"  # before an answer without a box
+REWRITTEN = {  # what math_verify reads otherwise, or not at all
+    r"(?:\.\s*|(?<!\\))(?:\\[()\[\]]|\$\$?)": "$$",  # one mark for formulas, and no full stop in them
+    r"(?<=\d)(?:,\\!|\\[,; ]|\{,\}| )(?=\d{3}(?!\d))": "",  # 24{,}000 and 24\,000
+    r"(?<=frac)\\(?!sqrt)[a-z]+": r"{\g<0>}",  # \frac\pi 4
+    # A word is no product of letters, or AB = 5 would be an equation for A and B.
+    r"(?<![\\A-Za-z])[A-Za-z]{2,}(?= ?=)|^[A-Za-z ]{3,}$": r"\\text{\g<0>}",
+    # Text behind a number is dropped as its unit, but not that of 5 \text{ (or 4)}.
+    r"\\text(?=\{[^{}]*\b(?:or|is|not)[^{}]*\w)": "",
 }
 
 
-@lru_cache(256)
-def read_answer(text: str, is_gold: bool):
-    """In a worker: what a text answers, in math_verify's objects (sympy's, or a string that it cannot parse).
+def start_grader():
+    """A pool of processes: an answer that never ends, eats memory or crashes takes one of them with it."""
+    from pebble import ProcessPool
 
-    First the part that counts is found: between <answer> tags, in the last box, behind the last "answer is".
-    Then it is rewritten as math_verify reads it, and parsed.
+    context = multiprocessing.get_context("forkserver")  # a fork would inherit threads of CUDA and gloo
+    # A worker imports this file; what that needs is imported once, before the forks.
+    context.set_forkserver_preload(["torch", "transformers.models.auto.modeling_auto", "math_verify"])
+    cores = os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    # A worker ends after 1000 answers, since the parser's caches grow.
+    return ProcessPool(min(cores, 8) or 1, max_tasks=1000, initializer=start_worker, context=context)
 
-    Returns:
-        [] for none, [value], also of `x = value`, or [left, right] of an equation.
-    """
+
+def start_worker():
+    logging.disable(logging.WARNING)  # math_verify's, that its own time limit is off
+    resource.setrlimit(resource.RLIMIT_DATA, (2**32, 2**32))  # bytes, of which imports take one eighth
+
+
+@lru_cache  # the samples of a problem have one gold answer
+def read_answer(text: str):
+    """What stands in the last <answer>; there in the last box, or behind the last "answer is", or in the last
+    formula, or else all of it: an object of sympy, a string that math_verify cannot parse, or None."""
     from latex2sympy2_extended.math_normalization import extract_boxed_content
     from math_verify import LatexExtractionConfig, parse
-    from sympy import And, Eq, Symbol
-    from sympy.core.function import AppliedUndef
 
-    if text.count("</answer>") > 1:
-        return []
-    if "<answer>" in text and "</answer>" in text:
-        text = text.partition("</answer>")[0].rpartition("<answer>")[2]
-    exact = is_gold  # nothing stands around the answer
-    last = re.match(ANSWER, text)
-    if "\\boxed" in text or "\\fbox" in text:
-        text = extract_boxed_content(re.sub(BEFORE_BOX, "", text), "last")
-        exact = True
-    elif last and not is_gold:
-        text = last[1]
-    for pattern, new in TIDY.items():
+    text = text.rpartition("<answer>")[2].partition("</answer>")[0]
+    before, box, behind = text.rpartition("\\boxed")
+    if "}" not in before[-9:]:  # else it may be \boxed{4} or \boxed{5}, which is the set of both
+        text = box + behind
+    text = extract_boxed_content(text, "last")  # without a box all of it
+    *introduction, text = re.split(ANSWER_IS, text)
+    if introduction:
+        text = re.split(r"\.\s|\n\n", text.strip())[0]  # its sentence
+    text = text.strip(" \n:*").rstrip(".*")
+    for pattern, new in REWRITTEN.items():
         text = re.sub(pattern, new, text)
-    if not is_gold and re.search(HEDGE, text):
-        return []
-    if exact or not re.search(PROSE, text):
-        found = parse(f"\\boxed{{{text}}}", [LatexExtractionConfig()], parsing_timeout=None)
-    else:
-        found = parse(text, parsing_timeout=None)
+    if introduction or text.count("$$") < 2:
+        text = f"\\boxed{{{text}}}"
+    found = parse(text, [LatexExtractionConfig()], parsing_timeout=None)  # [value, its LaTeX], or []
+    if not found or re.match(r"(?:\[(?! *\\begin)|\\{)[^,]*$", str(found[-1])):  # [5] and {5} are not 5
+        return None
+    return found[0]
+
+
+def judge(gold: str, text: str) -> bool | None:
+    """In a worker: whether the answer in a text equals the gold answer; None if that cannot be read."""
+    from math_verify import verify
+    from sympy import And, Eq
+
+    # No handler: Python would run one after a long multiplication only. The kernel ends the process, after so
+    # much CPU time, since a busy machine must not change verdicts.
+    signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT)
+    gold, answer = read_answer(gold), read_answer(text)
+    if gold is None:
+        return None
     sides = []
-    if found and isinstance(found[0], And | Eq):
-        for equation in found[0].atoms(Eq):
-            sides += equation.args
-    values = [side for side in sides if not isinstance(side, Symbol | AppliedUndef)]
-    return values or sides or found[:1]
+    if isinstance(answer, And | Eq) and not isinstance(gold, Eq):  # x = 4 = 5 is x = 4 and 4 = 5
+        sides = [side for equation in answer.atoms(Eq) for side in equation.args]
+        sides = [side for side in sides if not (side.is_Symbol or side.is_Function)]  # x and f(2) are names
+    return all(verify(gold, x, allow_set_relation_comp=True, timeout_seconds=None) for x in sides or [answer])
 
 
-def format_reward(text):
+def judge_all(grader, jobs: list[tuple]) -> list:
+    """`judge` of every (gold, text), shared out over the ranks; None where it was stopped."""
+    from pebble import ProcessExpired
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    distinct = list(dict.fromkeys(jobs))
+    # The other timeout is in seconds of the clock, for workers that sleep, or wait for a core.
+    futures = [grader.schedule(judge, job, timeout=20 * TIME_LIMIT) for job in distinct[rank::world]]
+    verdicts = []
+    for future in futures:
+        try:
+            verdicts.append(future.result())
+        except (ProcessExpired, TimeoutError, MemoryError):
+            verdicts.append(None)
+    of_ranks = [None] * world
+    dist.all_gather_object(of_ranks, verdicts)
+    by_job = {job: of_ranks[i % world][i // world] for i, job in enumerate(distinct)}
+    return [by_job[job] for job in jobs]
+
+
+def keep_gradable(grader, name: str, groups: list) -> list:
+    """The groups whose gold answer has a value within the limits. Ends the run if there is none."""
+    golds = [group[0].answer for group in groups]
+    verdicts = judge_all(grader, [(gold, "\\pi") for gold in golds])  # with itself it might not be computed
+    dropped = [gold for gold, verdict in zip(golds, verdicts) if verdict is None]
+    kept = [group for group in groups if group[0].answer not in dropped]
+    summary = f"{name}: {len(kept)} of {len(groups)} gold answers can be graded"
+    if dropped:
+        summary += f", the first that cannot is {dropped[0]!r:.60}"
+    if not kept:
+        run.fail(summary)
+    if dist.get_rank() == 0:
+        print(summary)
+    return kept
+
+
+def format_reward(text: str) -> float:
     """1 for <think>⏎…⏎</think>⏎<answer>⏎…⏎</answer> alone, else 0."""
     thinking, _, answer = text.partition("\n</think>\n<answer>\n")
     return float(thinking.startswith("<think>\n") and answer.endswith("\n</answer>"))
 
 
-def tag_count_reward(text):
+def tag_count_reward(text: str) -> float:
     """A quarter for each of the four tags, with its line breaks, that occurs exactly once (Open-R1)."""
     tags = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
     return sum(text.count(tag) == 1 for tag in tags) / 4
 
 
-def math_rewards(grader, samples: list[utils.Example]):
-    """{accuracy, format, tag_count: (N,) float64}, each from 0 to 1, and how many could not be graded."""
+def score(grader, groups: list) -> tuple:
+    """The groups with their weighted rewards; all rewards by name, (N,); how many could not be graded."""
+    samples = [sample for group in groups for sample in group]
     verdicts = judge_all(grader, [(sample.answer, sample.text) for sample in samples])
     rewards = {
         "accuracy": [verdict is True for verdict in verdicts],
@@ -700,230 +499,212 @@ def math_rewards(grader, samples: list[utils.Example]):
         "tag_count": [tag_count_reward(sample.text) for sample in samples],
     }
     rewards = {name: torch.tensor(values, dtype=torch.float64) for name, values in rewards.items()}
-    return rewards, verdicts.count(None)
-
-
-def score(grader, groups: list):
-    """The samples with their weighted rewards; all rewards by name, (N,); how many could not be graded."""
-    samples = [x for group in groups for x in group]
-    rewards, stopped = math_rewards(grader, samples)
-    totals = sum(WEIGHTS[name] * values for name, values in rewards.items())  # (N,)
-    scored = [x._replace(reward=total) for x, total in zip(samples, totals.tolist())]
+    totals = sum(WEIGHTS[name] * values for name, values in rewards.items()).tolist()
+    samples = [sample._replace(reward=total) for sample, total in zip(samples, totals)]
     size = len(groups[0])
-    return [tuple(scored[i : i + size]) for i in range(0, len(scored), size)], rewards, stopped
+    groups = [samples[i : i + size] for i in range(0, len(samples), size)]
+    return groups, rewards, verdicts.count(None)
 
 
-def sample_problems(args: Args, sampler, grader, policy, problems: list[tuple], progress: Progress):
-    """Fills the pool with groups of the policy's graded samples for the problems of the next S steps."""
+# === Rounds and evaluation ===
+def sample_problems(args, sampler, grader, policy, problems: list[tuple], progress: run.Progress) -> dict:
+    """Fills the pool with the policy's graded samples for the next S steps' problems. Returns metrics."""
     drawn = []
     for step in range(progress.step, min(progress.step + args.sample_every, args.num_steps)):
         batch = draw_batch(problems, step, args.prompts_per_step, args.seed)
         drawn += [group[0] for group in batch]
     progress.round = progress.step + 1  # the seed of this round's samples; 0 is the evaluation's
-    progress.last_round = progress.step
-    with exit_on_error(f"sampling at step {progress.step}", ValueError):
-        samples = sampler.sample(policy, drawn, args.group_size, (args.seed, progress.round))
+    with run.exit_on_error(f"sampling at step {progress.step}", ValueError):
+        samples, metrics = sampler.sample(policy, drawn, args.group_size, (args.seed, progress.round))
     started = time.perf_counter()
     groups, rewards, stopped = score(grader, samples)
     for group in groups:
-        progress.pool.append(tuple(x.to_train(args.max_length) for x in group))
-    progress.rollout = {f"reward/{name}": values.mean().item() for name, values in rewards.items()}
-    progress.rollout |= sampler.metrics
-    progress.rollout["rollout/grading_stopped"] = stopped
-    progress.rollout["perf/grading_time"] = time.perf_counter() - started
+        progress.pool.append([sample.cut(args.max_length) for sample in group])
+    for name, values in rewards.items():
+        metrics[f"rollout/{name}_mean"] = values.mean().item()
+    metrics["rollout/grading_stopped"] = stopped
+    metrics["perf/grading_time"] = time.perf_counter() - started
+    return metrics
 
 
-@exit_on_error("evaluation", ValueError)
-def evaluate(args: Args, policy, sampler, grader, held_out: list[tuple]):
-    """{metric: (mean, standard error over problems)}, pass@1 among them, and a sample of each problem."""
+class Evaluation(NamedTuple):
+    statistics: dict  # {name: (mean, standard error over problems)}, of them pass@1 as eval/accuracy
+    samples: list  # one for each of the first --eval-samples problems
+
+
+@run.exit_on_error("evaluation", ValueError)
+def evaluate(args, policy, sampler, grader, held_out: list[tuple]) -> Evaluation:
+    """Of the policy's samples for held-out problems."""
     problems = [group[0] for group in held_out[: args.eval_samples]]
     if not problems:
-        return {}, []
+        return Evaluation({}, [])
     count = args.eval_samples_per_problem
-    groups, values, _ = score(grader, sampler.sample(policy, problems, count, (args.seed, 0)))
-    statistics = utils.sample_statistics([x for group in groups for x in group])
+    by_problem, _ = sampler.sample(policy, problems, count, (args.seed, 0))
+    groups, values, _ = score(grader, by_problem)
+    statistics = utils.sample_statistics([sample for group in groups for sample in group])
     values["finished"] = statistics["finished"]
     values["length"] = statistics["length"]
     by_problem = {f"eval/{name}": value.view(-1, count).mean(1) for name, value in values.items()}
-    return utils.means(by_problem), [group[0] for group in groups]
+    return Evaluation(utils.means(by_problem), [group[0] for group in groups])
 
 
 # === Training ===
-def clipping_metrics(args, log_ratio, mask):
-    """Of the completion tokens: the shares beyond a bound, and |log-ratio|."""
+def clipping_metrics(args, log_ratio) -> dict:
+    """For each token: whether it is beyond a bound, and |log-ratio|, (B, T)."""
     return {
-        "humanline/clipped_low": ((log_ratio < args.log_epsilon_P).double(), mask),
-        "humanline/clipped_high": ((log_ratio > args.log_epsilon_R).double(), mask),
-        "humanline/log_ratio_abs_mean": (log_ratio.detach().abs(), mask),
+        "humanline/clipped_low": (log_ratio < args.log_epsilon_P).double(),
+        "humanline/clipped_high": (log_ratio > args.log_epsilon_R).double(),
+        "humanline/log_ratio_abs_mean": log_ratio.abs(),
     }
 
 
-def grpo_metrics(mask, ratio, k3, removed):
-    """{name: (values, weights)} of the completion tokens of a pass."""
+def grpo_metrics(losses, ratio, k3, removed) -> dict:
+    """For each token, (B, T)."""
     return {
-        "grpo/ratio_mean": (ratio, mask),
-        "grpo/kl": (k3, mask),
-        "grpo/clip_fraction": (removed.double(), mask),
+        "loss": losses,
+        "grpo/ratio_mean": ratio,
+        "grpo/kl": k3,
+        "grpo/clip_fraction": removed.double(),
     }
 
 
-def check_finite(bar: tqdm, step: int, losses, grad_norm: float, rows: list[int]):
-    """Ends the run before an update that is not finite, and names the rows that may be the cause."""
-    total = losses.sum().item()
-    if math.isfinite(total + grad_norm):
-        return
-    bad = {row for row, loss in zip(rows, losses.tolist()) if not math.isfinite(loss)}
-    suspects = sorted(bad or set(rows))
-    bar.close()  # or the message would stand behind it
-    cause = f"step {step}: loss {total}, gradient norm {grad_norm}; the update was not made"
-    fail(f"{cause}: look at rows {suspects} of --dataset, or lower --lr or --max-grad-norm")
-
-
-@exit_on_error("reading or writing", OSError)
+@run.exit_on_error("reading or writing", OSError)
 def main(args: Args):
-    groups_per_step = args.prompts_per_step
-    batch_size = groups_per_step * args.group_size
-    check_flags(args, batch_size)
-    signals = Signals()
+    batch_size = args.prompts_per_step * args.group_size
+    run.check_flags(args, batch_size)
     rank, world, device = setup(args)
-    reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32  # of storage
+    reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
 
     # data
-    config, final_dtype, tokens = load_config(args)
-    groups, held_out, hashes = load_data(args, tokens, (0,), (0,))  # a group is one problem
+    with run.exit_on_error(f"--model {args.model}"):
+        tokenizer, eos_ids = utils.load_tokenizer(
+            args.model, args.chat_template, args.eos_token, args.trust_remote_code
+        )
+    groups = load_groups(args, tokenizer, eos_ids, args.dataset, args.dataset_split)
+    held_out = []
+    if args.eval_dataset:
+        held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
     grader = start_grader()
-    groups = keep_gradable(grader, "--dataset", args.dataset, groups)
+    groups = keep_gradable(grader, args.dataset, groups)
     if held_out:
-        held_out = keep_gradable(grader, "--eval-dataset", args.eval_dataset, held_out)
+        held_out = keep_gradable(grader, args.eval_dataset, held_out)
+    groups_per_step = args.prompts_per_step
     if len(groups) < groups_per_step:
-        fail(f"--dataset {args.dataset}: {len(groups)} rows are left, and a batch takes {groups_per_step}")
+        run.fail(f"--dataset {args.dataset}: {len(groups)} rows do not fill a batch of {groups_per_step}")
 
     # models
-    output_dir, lock = open_folder(args, __file__, device)  # lock: held as long as this name
-    checkpoint = newest_checkpoint(output_dir, hashes)
-    with exit_on_error("sampling"):
-        sampler = utils.Sampler(args, config, tokens, reference_dtype, device)
-    policy, reference = load_models(args, config, reference_dtype, device)
-    if args.gradient_checkpointing:
-        policy.gradient_checkpointing_enable({"use_reentrant": False})
-    # Before a checkpoint is loaded: the report compares with the initial policy, also on resume.
-    before, samples_before = evaluate(args, policy, sampler, grader, held_out)
+    with run.exit_on_error(f"--model {args.model}"):
+        policy, reference = load_models(args, reference_dtype, device)
+        sampler = make_sampler(args, tokenizer, eos_ids, reference_dtype, device)
+    # Fused, since the default on CUDA needs memory for one more moment. Its settings are set in every step.
+    optimizer = torch.optim.AdamW(policy.parameters(), fused=device.type == "cuda")
+    warmup_steps = max(1, round(args.warmup_fraction * args.num_steps))
 
-    # optimizer
-    optimizer = make_optimizer(args, policy, device)
-    progress = Progress()
+    # run
+    output_dir = run.open_folder(args, __file__, device)
+    checkpoint = run.newest_checkpoint(output_dir)
+    before = evaluate(args, policy, sampler, grader, held_out)  # of the initial policy, also on resume
+    # All ranks meet in hash_data, and have looked for a checkpoint before rank 0 writes into the folder.
+    progress = run.Progress(data_hash=run.hash_data(groups))
     if checkpoint:
-        progress = load_checkpoint(args, checkpoint, policy, reference, optimizer)
-    else:
-        save_args(args, output_dir, __file__)
+        progress = run.load_checkpoint(checkpoint, policy, reference, optimizer, progress.data_hash)
     if any(len(group) != args.group_size for group in progress.pool):
-        fail("--group-size: samples in groups of another size wait for a step; keep it")
-    scheduler = make_scheduler(args, optimizer, progress.step)
-    log = Log(output_dir, progress.step, before) if rank == 0 else None
-    sync = args.sync if args.humanline else "none"
+        run.fail("--group-size: groups of another size wait for a step; keep it")
+    run.save_args(args, output_dir, __file__)
+    log = run.Log(output_dir, progress.step, before)
+    signals = run.Signals()  # one ends the run after the step, with a checkpoint
 
     steps = range(progress.step, args.num_steps)
     bar = tqdm(steps, initial=progress.step, total=args.num_steps, disable=rank != 0)
     for step in bar:
         started = time.perf_counter()
+        metrics = {"step": step}
 
         # the batch: groups of the round's samples
         if len(progress.pool) < groups_per_step:
-            signals.training = False  # a signal does not wait for sampling, which may take long
-            sample_problems(args, sampler, grader, policy, groups, progress)
-            if sync == "none":
+            metrics |= sample_problems(args, sampler, grader, policy, groups, progress)
+            progress.last_round = step
+            if not args.humanline or args.sync == "none":
                 sync_reference(reference, policy)  # the policy at sampling time
                 progress.last_sync = step
         batch = progress.pool[:groups_per_step]
         progress.pool = progress.pool[groups_per_step:]
-        signals.training = True  # from here a signal waits for the end of the step
-        examples = [x for group in batch for x in group]
-        rewards = torch.tensor([x.reward for x in examples], dtype=torch.float64).view(-1, args.group_size)
-        by_group = [group_advantages(group) for group in rewards.tolist()]
-        advantages = torch.tensor(by_group, dtype=torch.float64, device=device).flatten()  # (batch_size,)
+        metrics["rollout/age_steps"] = step - progress.last_round
+
+        examples = [example for group in batch for example in group]
+        rewards = torch.tensor([example.reward for example in examples], dtype=torch.float64, device=device)
+        rewards = rewards.view(groups_per_step, args.group_size)
+        advantages = group_advantages(rewards).flatten()  # (batch_size,)
         # Nothing was updated since the last sync, so both models have the same log-probs.
         in_sync = progress.last_sync == step
 
         # the gradient of the mean loss over the completion tokens of all ranks and passes
-        completion_tokens = sum(len(x.completion_ids) for x in examples)
-        lengths = [x.length for x in examples]
-        passes = utils.make_passes(lengths, world, args.micro_batch_tokens)[rank::world]
-        losses = torch.zeros(batch_size, dtype=torch.float64, device=device)  # 0: of other ranks
-        sums = defaultdict(float)
-        for number, mine in enumerate(passes, 1):  # mine: positions among the examples
+        completion_tokens = sum(len(example.completion_ids) for example in examples)
+        lengths = [example.length for example in examples]
+        micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
+        means = run.Means()
+        for number, indices in enumerate(micro_batches, 1):
             # FSDP2 sums gradients over the ranks: on the CPU in the last pass, since once is enough; on CUDA
             # in every pass, since until then a rank holds the gradients of the whole model.
-            policy.set_requires_gradient_sync(device.type == "cuda" or number == len(passes))
-            input_ids, mask = utils.pad_batch([examples[i] for i in mine], tokens.pad_id, device)  # (B, T)
+            policy.set_requires_gradient_sync(device.type == "cuda" or number == len(micro_batches))
+            input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
 
-            if not in_sync:  # before the policy's pass, which keeps its activations
+            if not in_sync:  # first, since the policy's pass keeps its activations
                 with torch.no_grad():
                     ref_logps = utils.token_logps(reference, input_ids, mask, args.temperature)  # (B, T)
             logps = utils.token_logps(policy, input_ids, mask, args.temperature)  # (B, T)
             if in_sync:
                 ref_logps = logps.detach()
             log_ratio = logps - ref_logps  # (B, T)
-            clipped = clip_log_ratio(args, log_ratio, mask, [(args.seed, step, i) for i in mine])
-            A = advantages[mine].to(logps.dtype)  # (B,)
-            token_losses, ratio, k3, removed = grpo_loss(clipped, log_ratio, A, args.beta, args.epsilon)
-            ((token_losses * mask).sum() / completion_tokens).backward()
+            clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
+            A = advantages[indices].to(logps.dtype)  # (B,)
+            settings = (args.beta, args.epsilon)
+            losses, ratio, k3, removed = grpo_loss(clipped_log_ratio, log_ratio, A, *settings)  # (B, T) each
+            ((losses * mask).sum() / completion_tokens).backward()
 
-            losses[mine] = (token_losses.detach() * mask).sum(-1).double() / completion_tokens
-            pass_metrics = grpo_metrics(mask, ratio, k3, removed) | clipping_metrics(args, log_ratio, mask)
-            for key, (values, weights) in pass_metrics.items():
-                total = (values * weights).sum()
-                sums[key] += torch.stack([total, weights.sum()]).double()
-        dist.all_reduce(losses)
+            means.add(grpo_metrics(losses, ratio, k3, removed), mask)
+            means.add(clipping_metrics(args, log_ratio), mask)
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-        grad_norm = norm.full_tensor().item()  # before clipping, of all shards
-        check_finite(bar, step, losses, grad_norm, [x.row for x in examples])
+        metrics["grad_norm"] = norm.full_tensor().item()  # before clipping, of all shards
+        metrics |= means.over_ranks()
+        metrics["rewards/mean"] = rewards.mean().item()
+        correct = rewards >= WEIGHTS["accuracy"]  # format and tag count are 2 at most
+        metrics["rewards/accuracy"] = correct.double().mean().item()
+        all_equal = rewards.amax(1) == rewards.amin(1)
+        metrics["grpo/zero_advantage_groups"] = all_equal.double().mean().item()
+        if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
+            run.fail(f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; lower --lr")
 
-        # the update: a reference that is synced right before it is one step behind afterwards
-        metrics = {"step": step, "loss": losses.sum().item(), "grad_norm": grad_norm}
-        metrics["lr"] = scheduler.get_last_lr()[0]
+        # the update: synced before it, the reference stays one update behind the policy
         metrics["humanline/steps_since_sync"] = step - progress.last_sync
-        if sync == "before_step" and step % args.k == 0:
-            sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3): before the update
+        if args.humanline and args.sync == "before_step" and step % args.k == 0:
+            sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
             progress.last_sync = step
+        metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)  # linear warmup, then constant
+        for group in optimizer.param_groups:
+            group.update(lr=metrics["lr"], eps=args.adam_eps, weight_decay=args.weight_decay)
         optimizer.step()
-        scheduler.step()
         optimizer.zero_grad()
-        if sync == "after_step" and (step + 1) % args.k == 0:
-            sync_reference(reference, policy)  # trust-region syncing (Figure 10): after the update
+        if args.humanline and args.sync == "after_step" and (step + 1) % args.k == 0:
+            sync_reference(reference, policy)  # trust-region syncing (Figure 10)
             progress.last_sync = step + 1
         progress.step = step + 1
 
-        # metrics
-        metrics |= mean_over_ranks(sums)
-        metrics["rewards/mean"] = rewards.mean().item()
-        metrics["rewards/std"] = rewards.std().item()
-        ties = rewards.amax(1) == rewards.amin(1)
-        metrics["grpo/zero_advantage_groups"] = ties.double().mean().item()
-        metrics |= perf_metrics(started, sum(lengths), device)
-        metrics |= progress.rollout
-        metrics["rollout/age_steps"] = step - progress.last_round
+        # metrics and checkpoint
+        metrics |= run.perf_metrics(started, sum(lengths), device)
         if args.eval_every and progress.step % args.eval_every == 0:
-            now, _ = evaluate(args, policy, sampler, grader, held_out)
-            metrics |= {name: mean for name, (mean, _) in now.items()}
-        bar.set_postfix(loss=metrics["loss"], accuracy=metrics["reward/accuracy"], refresh=False)
-        if log:
-            log.write(metrics)
-
-        # checkpoint
+            metrics |= run.means_of(evaluate(args, policy, sampler, grader, held_out))
+        bar.set_postfix(loss=metrics["loss"], accuracy=metrics["rewards/accuracy"], refresh=False)
+        log.write(metrics)
         stopped_by = signals.of_any_rank(device)
-        is_due = args.checkpoint_every and progress.step % args.checkpoint_every == 0
-        if is_due or stopped_by:
-            folder = output_dir / "checkpoints" / f"step-{progress.step}"
-            save_checkpoint(folder, policy, reference, optimizer, progress, hashes, args.keep_checkpoints)
-            save_args(args, output_dir, __file__)  # not before: a resume whose flags fail leaves the old ones
+        if stopped_by or run.checkpoint_is_due(args, progress.step):
+            run.save_checkpoint(args, output_dir, policy, reference, optimizer, progress)
         if stopped_by:
-            stop(stopped_by, progress.step, output_dir)
-    signals.training = False
+            run.stop(stopped_by, progress.step, output_dir)
 
-    after, samples_after = evaluate(args, policy, sampler, grader, held_out)
-    export(output_dir / "final", policy, tokens, final_dtype)
-    if log:
-        report(log, output_dir, before, after, samples_before, samples_after)
+    after = evaluate(args, policy, sampler, grader, held_out)
+    run.export(output_dir / "final", policy, tokenizer, eos_ids)
+    run.report(log, before, after)
     grader.stop()
     grader.join()
     dist.barrier()
@@ -931,4 +712,4 @@ def main(args: Args):
 
 
 if __name__ == "__main__":
-    main(parse_args(Args, __file__, __doc__, TOY))
+    main(run.parse_args(Args, __file__, __doc__, TOY, {}))

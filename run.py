@@ -1,5 +1,7 @@
 """Keeps a run: flags, errors, signals, the folder and its lock, checkpoints, logs. No algorithm is here."""
 
+import atexit
+import hashlib
 import json
 import math
 import os
@@ -11,7 +13,6 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, get_origin, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -19,25 +20,16 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as dcp_state
 import tyro
 from filelock import FileLock
+from torch.distributed.tensor import DTensor
 from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
 from transformers import GenerationConfig
 
 import utils
 
+
 # === Flags ===
-# Types of flags, with the least and the largest value, which `check_flags` reads.
-Positive = Annotated[float, 1e-30, 1e30]
-NonNegative = Annotated[float, 0, 1e30]
-Share = Annotated[float, 0, 1]
-PositiveShare = Annotated[float, 1e-30, 1]
-Count = Annotated[int, 1, 1e16]
-CountOr0 = Annotated[int, 0, 1e16]
-AtLeast2 = Annotated[int, 2, 1e16]
-Above0 = Annotated[float, 1e-30, math.inf]
-Below0 = Annotated[float, -math.inf, -1e-30]
-
-
-def parse_args(Args, file: str, doc: str, toy: dict, toy_online=None, flags=None):
+def parse_args(Args, file: str, doc: str, toy: dict, toy_online: dict, flags=None):
     """Flags over the settings of --resume's run, of the toy where no --model is named, or of the paper.
 
     Args is a script's dataclass, file and doc are its `__file__` and `__doc__`; flags: sys.argv's by default.
@@ -56,7 +48,7 @@ def parse_args(Args, file: str, doc: str, toy: dict, toy_online=None, flags=None
     else:
         source = "the embedded toy and its settings"
         default = Args(**toy)
-        if toy_online and named.online:
+        if getattr(named, "online", False):
             default = Args(**toy | toy_online)
     args = tyro.cli(Args, args=flags, default=default, description=doc)
     if os.environ.get("RANK", "0") == "0":
@@ -64,35 +56,39 @@ def parse_args(Args, file: str, doc: str, toy: dict, toy_online=None, flags=None
     return args
 
 
+# Least values; of the others 0. A group of one has no advantage.
+LEAST = dict(k=1, batch_size=1, prompts_per_step=1, group_size=2, sample_every=1, round_prompts=1)
+LEAST |= dict(samples_per_prompt=1, max_length=1, max_new_tokens=1, eval_samples_per_problem=1)
+LEAST |= dict(generation_batch_size=1, max_grad_norm=1e-9, top_p=1e-9)
+
+
 def check_flags(args, batch_size: int):
     """Ends the run with the name of a flag that is out of range, or does not fit another one.
 
     batch_size: what a step shares out over the ranks, sequences or pairs.
     """
-    for name, hint in get_type_hints(type(args), include_extras=True).items():
-        value = getattr(args, name)
-        if get_origin(hint) is Annotated:
-            low, high = hint.__metadata__
-            if not low <= value <= high:
-                fail(f"--{name.replace('_', '-')} is {value}; it must be from {low} to {high}")
+    for name, value in vars(args).items():
+        if name == "log_epsilon_P":
+            valid = value < 0
+        else:
+            valid = isinstance(value, str) or value >= LEAST.get(name, 0)  # nan is neither
+        if not valid:
+            fail(f"--{name.replace('_', '-')} {value} is out of range")
+    if hasattr(args, "sample_every") and args.temperature == 0:
+        fail("--temperature 0: training divides by it")
+    for name in (args.dataset, args.eval_dataset):
+        if Path(name).is_file() and not name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+            fail(f"{name} is no .jsonl, .jsonl.gz or .parquet file")
     if not args.dataset:
         fail(f"--model {args.model} needs a --dataset")
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world % (args.shard_size or 1) or batch_size % world:
         fail(f"{world} ranks must be a multiple of --shard-size, and a batch of {batch_size} of them")
-    if args.clip == "sample":
-        for bound in (args.log_epsilon_P, -args.log_epsilon_R):
-            mean = math.exp(bound) / args.M  # of the Beta draws
-            if args.M < 1 or not 0 < args.kappa * mean < args.kappa:
-                fail("--clip sample needs bounds that are finite and not 0, and --M of at least 1")
-    if getattr(args, "online", False):
-        if not args.reward_model or args.temperature == 0:
-            fail("--online needs --reward-model and --temperature above 0")
-    if args.output_dir:
-        folder = Path(args.output_dir)
-        parts = ("args.json", "metrics.jsonl", "summary.json", "final", "checkpoints")
-        if args.resume or any((folder / part).exists() for part in parts):
-            fail(f"--output-dir {folder} holds a run, or --resume names one: --resume {folder}")
+    if getattr(args, "online", False) and not args.reward_model:
+        fail("--online needs a --reward-model")
+    folder = Path(args.output_dir)
+    if args.output_dir and (args.resume or (folder / "args.json").exists()):
+        fail(f"--output-dir {folder} holds a run, or --resume names one: --resume {folder}")
 
 
 # === Errors and signals ===
@@ -102,11 +98,7 @@ def fail(message: str):
         # Rank 0 must print first, and torchrun ends the others as soon as one has ended.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(30)
-    try:
-        print(f"error: {message}", file=sys.stderr, flush=True)
-    except OSError:  # nobody reads it any more, and at its end Python would try again
-        sys.stderr = None
-        print(f"error: {message}", flush=True)
+    tqdm.write(f"error: {message}", file=sys.stderr)  # on a line of its own, not behind a bar
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()  # or gloo's threads abort the process
     raise SystemExit(1)
@@ -118,28 +110,41 @@ def exit_on_error(place: str, kind: type = Exception):
     try:
         yield
     except kind as error:
-        lines = (str(error).strip() or type(error).__name__).splitlines()
-        line = lines[0]
-        if "Traceback" in str(error):  # of another rank, or of a remote file
-            line = lines[-1]
-        fail(f"{place}: {line}")
+        lines = str(error).strip().splitlines() or [""]
+        number = -1 if "Traceback" in str(error) else 0  # DCP's have one inside
+        fail(f"{place}: {type(error).__name__}: {lines[number]}")
 
 
-def max_over_ranks(value, device):
+def compare_ranks(facts: dict):
+    """Ends the run if a fact is another one on another rank, perhaps of another machine, than on rank 0."""
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, facts)
+    for rank, other in enumerate(of_ranks):
+        for name, value in of_ranks[0].items():
+            if other[name] != value:
+                fail(f"{name} is {other[name]} on rank {rank}, and {value} on rank 0")
+
+
+def compare_programs(args, file: str):
+    """Ends the run if ranks have other flags or another script, whose folder may be another one."""
+    folder = str(Path(file).resolve().parent)
+    facts = {}
+    for name, value in vars(args).items():
+        facts[f"--{name.replace('_', '-')}"] = str(value).replace(folder, "")
+    facts["the script's hash"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    compare_ranks(facts)
+
+
+def max_over_ranks(value: float, device) -> float:
     maximum = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(maximum, op=dist.ReduceOp.MAX)
     return maximum.item()
 
 
 class Signals:
-    """SIGINT and SIGTERM.
-
-    The first one while `training` is noted, for `main` to end after the step and a checkpoint. Any other one
-    ends the process at once.
-    """
+    """From here on the first SIGINT or SIGTERM is noted, and the next one ends the process at once."""
 
     def __init__(self):
-        self.training = False
         self.received = 0  # number of the signal
         self.received_at = -math.inf  # seconds
         signal.signal(signal.SIGINT, self.handle)
@@ -150,11 +155,10 @@ class Signals:
         return int(max_over_ranks(self.received, device))
 
     def handle(self, number: int, frame):
-        if self.training and not self.received:
+        if not self.received:
             self.received = number
             self.received_at = time.monotonic()
         elif time.monotonic() - self.received_at > 1:  # torchrun sends it twice
-            print(f"\nstopped by signal {number}", flush=True)
             os._exit(128 + number)
 
 
@@ -163,179 +167,233 @@ class Signals:
 class Progress:
     """What a checkpoint holds beside weights and optimizer state."""
 
+    data_hash: str  # a resume must read the same data
     step: int = 0  # optimizer steps made
     last_sync: int = 0  # the reference is the policy as it was when this step began
     last_round: int = 0  # the pool was sampled when this step began
     round: int = 0  # rounds of samples drawn
-    rollout: dict = field(default_factory=dict)  # metrics of the last round
-    pool: list = field(default_factory=list)  # its groups that wait for a step
+    pool: list = field(default_factory=list)  # groups of the last round that wait for a step
 
 
-def open_folder(args, file, device):
-    """The run's folder, the same on all ranks, and rank 0's lock on it, which lasts as long as the object."""
-    name = args.resume or args.output_dir
-    if not name:
-        started = max_over_ranks(time.time(), device)  # the clocks of the ranks may differ
-        name = f"runs/{Path(file).stem}__{args.seed}__{int(1000 * started)}"
+def hash_data(groups: list[tuple]) -> str:
+    """Of all groups, the same on all ranks, or the run ends."""
+    content = hashlib.sha256()
+    for group in groups:
+        content.update(repr(group).encode())
+    compare_ranks({"the hash of --dataset's tokens": content.hexdigest()})
+    return content.hexdigest()
+
+
+def open_folder(args, file: str, device) -> Path:
+    """The run's folder, the same on all ranks, which no other process may write to until this one ends."""
+    started = int(1000 * max_over_ranks(time.time(), device))  # the clocks of the ranks may differ
+    name = args.resume or args.output_dir or f"runs/{Path(file).stem}__{args.seed}__{started}"
     folder = Path(name)
-    lock = FileLock(folder / ".lock", timeout=0)
+    mark = folder / f".started-{started}"
     if dist.get_rank() == 0:
-        with exit_on_error(f"--output-dir {folder} (does another process use it?)"):
-            folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock", timeout=0)
+        with exit_on_error(f"{folder} (does another process use it?)"):
             lock.acquire()
+        atexit.register(lock.release)
+        for unfinished in folder.glob("checkpoints/unfinished-*"):  # of a run that was killed
+            shutil.rmtree(unfinished, ignore_errors=True)
+        mark.touch()
         if args.track:
-            with exit_on_error("--track"):
-                import wandb  # here, since only this flag needs it
+            import wandb  # here, since only this flag needs it
 
-                # Before a SummaryWriter is made, whose values W&B reads. A resume goes on in the same run.
-                wandb.init(
-                    project="humanline",
-                    id=folder.name,
-                    resume="allow",
-                    config=vars(args),
-                    sync_tensorboard=True,
-                )
-    return folder, lock
+            # Before a SummaryWriter is made, whose values W&B reads. A resume goes on in the same run.
+            wandb.init(
+                project="humanline",
+                id=folder.name,
+                resume="allow",
+                config=vars(args),
+                sync_tensorboard=True,
+            )
+    dist.barrier()
+    # A checkpoint has files of every rank. Without a disk that all machines see it would be in pieces.
+    compare_ranks({f"--output-dir {folder}, which must be on a disk that all machines see,": mark.exists()})
+    if dist.get_rank() == 0:
+        mark.unlink()
+    return folder
 
 
-def save_args(args, folder, file):
+def save_args(args, folder: Path, file: str):
     """Writes the settings with which a later --resume goes on."""
     saved = asdict(args) | {"script": Path(file).stem, "resume": "", "output_dir": ""}
     if dist.get_rank() == 0:
         write(folder / "args.json", json.dumps(saved, indent=2))
 
 
-def load_args(Args, folder, file):
+def load_args(Args, folder: Path, file: str):
     """The settings that `save_args` wrote."""
     with exit_on_error(f"--resume {folder}"):
         saved = json.loads((folder / "args.json").read_text())
-        if saved.pop("script", "") != Path(file).stem:
+        if saved.pop("script") != Path(file).stem:
             raise ValueError(f"it is not a run of {Path(file).name}")
-        defaults = vars(Args())
-        for flag in defaults | saved:
-            value = saved.get(flag)
-            if type(value) is not type(defaults.get(flag)):
-                raise ValueError(f"another version wrote {flag} {value!r}; go on with that version")
+        if saved.keys() != vars(Args()).keys():
+            raise ValueError("another version, with other flags, wrote it; go on with that version")
         return Args(**saved)
 
 
-def find_checkpoints(folder):
+def find_checkpoints(folder: Path) -> list[Path]:
     """The newest first."""
     paths = [path for path in folder.glob("step-*") if path.name[5:].isdecimal()]
     return sorted(paths, key=lambda path: int(path.name[5:]), reverse=True)
 
 
-def newest_checkpoint(folder: Path, hashes: dict):
-    """The newest checkpoint that is whole, or None. Ends the run if its data, or other ranks', are others."""
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, hashes)
-    if any(other != hashes for other in of_ranks):
-        fail("the ranks read different data; give all machines the same files")
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that is whole. Ends the run if there is none, but steps were made."""
     for checkpoint in find_checkpoints(folder / "checkpoints"):
         try:
             state = json.loads((checkpoint / "state.json").read_text())
-            old_hashes = state["hashes"]
             for name, size in state["sizes"].items():
                 if (checkpoint / name).stat().st_size != size:
                     raise ValueError(f"{name} is cut")
+            return checkpoint
         except Exception as error:
             if dist.get_rank() == 0:
                 print(f"skipped {checkpoint} (damaged: {error})")
-            continue
-        for name, value in hashes.items():
-            if old_hashes.get(name, value) != value:
-                fail(f"--resume {folder}: {name}, or its tokens, changed; bring it back")
-        return checkpoint
     if (folder / "metrics.jsonl").exists():
         fail(f"--resume {folder}: it has no whole checkpoint; begin anew in another folder")
     return None
 
 
-def training_state(policy, reference, optimizer):
+def training_state(policy, reference, optimizer) -> dict:
     weights, moments = dcp_state.get_state_dict(policy, optimizer)
     reference_weights = dcp_state.get_model_state_dict(reference)
     return {"policy": weights, "optimizer": moments, "reference": reference_weights}
 
 
-@exit_on_error("no checkpoint was written", BaseException)
-def save_checkpoint(folder, policy, reference, optimizer, progress, hashes, keep):
-    """Writes all that a run needs to go on exactly, then removes all but the newest `keep` (0: none).
+def checkpoint_is_due(args, step: int) -> bool:
+    """After so many steps, or all of them, so that a longer run can go on from there."""
+    every = args.checkpoint_every
+    return every > 0 and (step % every == 0 or step == args.num_steps)
 
-    hashes: of the data sets, which a later resume compares.
-    """
+
+@exit_on_error("no checkpoint was written", BaseException)
+def save_checkpoint(args, output_dir: Path, policy, reference, optimizer, progress: Progress):
+    """Writes all that a run needs to go on exactly, then removes all but the newest --keep-checkpoints."""
+    folder = output_dir / "checkpoints" / f"step-{progress.step}"
     # The folder gets its name when it is whole, so that a run which is killed here leaves no half checkpoint.
     unfinished = folder.with_name(f"unfinished-{folder.name}")
     if dist.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
     dist.barrier()
     dcp.save(training_state(policy, reference, optimizer), checkpoint_id=unfinished)
     if dist.get_rank() == 0:
-        sizes = {path.name: path.stat().st_size for path in unfinished.iterdir()}
-        state = vars(progress) | {"hashes": hashes, "sizes": sizes}
+        parts = dcp.FileSystemReader(unfinished).read_metadata().storage_data.values()
+        files = {part.relative_path for part in parts} | {".metadata"}  # of all ranks
+        sizes = {name: (unfinished / name).stat().st_size for name in files}
+        state = {"progress": vars(progress), "sizes": sizes}
         (unfinished / "state.json").write_text(json.dumps(state))
         unfinished.rename(folder)
-        if keep:
+        if args.keep_checkpoints:
             checkpoints = find_checkpoints(folder.parent)
             this = checkpoints.index(folder)  # damaged ones of later steps may stand before it
-            for old in checkpoints[this + keep :]:
+            for old in checkpoints[this + args.keep_checkpoints :]:
                 shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
 
 
-@exit_on_error("--resume: the checkpoint does not fit --model, or is damaged", BaseException)
-def load_checkpoint(args, folder, policy, reference, optimizer):
-    """Restores weights and optimizer in place, on any number of ranks."""
-    saved = training_state(policy, reference, optimizer)
+@exit_on_error("--resume", BaseException)
+def load_checkpoint(folder: Path, policy, reference, optimizer, data_hash: str) -> Progress:
+    """Restores weights and optimizer in place, on any number of ranks. data_hash: of what this run reads."""
+    saved = json.loads((folder / "state.json").read_text())["progress"]
+    progress = Progress(**saved)
+    if progress.data_hash != data_hash:
+        raise ValueError("--dataset, or its tokens, changed; bring it back")
+    state = training_state(policy, reference, optimizer)
     names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     weights = [name for name in names if name.startswith("policy.")]
-    if len(weights) != len(saved["policy"]):
-        raise ValueError("it has other weights")
-    dcp.load(saved, checkpoint_id=folder)
+    if len(weights) != len(state["policy"]):
+        raise ValueError("it has other weights than --model")
+    moments = {"optimizer": state.pop("optimizer")}
+    dcp.load(state, checkpoint_id=folder)
+    # A weight that never had a gradient has no moments there: they stay 0.
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(moments, checkpoint_id=folder, planner=planner)
     dcp_state.set_state_dict(
         policy,
         optimizer,
-        model_state_dict=saved["policy"],
-        optim_state_dict=saved["optimizer"],
+        model_state_dict=state["policy"],
+        optim_state_dict=moments["optimizer"],
     )
-    dcp_state.set_model_state_dict(reference, saved["reference"])
-    state = json.loads((folder / "state.json").read_text())
-    del state["hashes"], state["sizes"]
-    progress = Progress(**state)
+    dcp_state.set_model_state_dict(reference, state["reference"])
     for i, group in enumerate(progress.pool):
         progress.pool[i] = tuple(utils.Example(*values) for values in group)
     if dist.get_rank() == 0:
-        print(f"{progress.step} of {args.num_steps} steps are done: goes on from {folder}")
+        print(f"{progress.step} steps are done: goes on from {folder}")
     return progress
 
 
 @exit_on_error("final/ was not written")
-def export(folder, policy, tokens, dtype):
-    """Writes the policy as a Hugging Face folder, in `dtype`."""
-    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp_state.get_model_state_dict(policy.to(dtype), options=options)
+def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
+    """Writes the policy as a Hugging Face folder, each tensor in the dtype in which it was read."""
+    weights = {}
+    for name, tensor in policy.state_dict().items():
+        tensor = tensor.to(policy.dtypes[name])
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        if not tensor.isfinite().all():
+            raise ValueError(f"{name} is not finite in {tensor.dtype}")
+        if dist.get_rank() == 0:
+            weights[name] = tensor.cpu()
     if dist.get_rank() == 0:
-        tokenizer = tokens.tokenizer
         policy.generation_config = GenerationConfig(
             bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=sorted(tokens.eos_ids),
+            eos_token_id=sorted(eos_ids),
             pad_token_id=tokenizer.pad_token_id,
         )
+        policy.to(policy.config.dtype)  # which config.json is to name
         policy.save_pretrained(f"{folder}/", state_dict=weights)  # the slash: an error if it is a file
         tokenizer.save_pretrained(folder)
 
 
-def stop(signal_number, steps, folder):
+def stop(signal_number: int, steps: int, folder: Path):
     """Ends a run that has received a signal and written a checkpoint."""
     if dist.get_rank() == 0:
         print(f"\nstopped after {steps} steps; to go on: --resume {folder}", flush=True)
+        print("(torchrun now ends with a traceback, which is no fault)", flush=True)
     os._exit(128 + signal_number)
 
 
 # === Logs ===
-def perf_metrics(started, tokens, device):
-    """Of a step that began at `started` and read `tokens` tokens; memory of the rank that needs most."""
-    peak = max_over_ranks(peak_memory(device), device)
+class Means:
+    """Weighted means over the passes of a step, and over all ranks."""
+
+    def __init__(self):
+        self.sums = {}  # {name: (Σ value·weight, Σ weight)}
+
+    def add(self, values: dict, weights):
+        """Values of a pass by name, and their weights, of one shape."""
+        for name, value in values.items():
+            total = (value.detach() * weights).sum()
+            pair = torch.stack([total, weights.sum()]).double()
+            self.sums[name] = self.sums.get(name, 0) + pair
+
+    def over_ranks(self) -> dict[str, float]:
+        """Every rank has added the same names, in the same order. What has no weight is left out."""
+        totals = torch.stack(list(self.sums.values()))  # (names, 2)
+        dist.all_reduce(totals)
+        means = {}
+        for name, (total, weight) in zip(self.sums, totals.tolist()):
+            if weight > 0:
+                means[name] = total / weight
+        return means
+
+
+def perf_metrics(started: float, tokens: int, device) -> dict[str, float]:
+    """Of a step that began at `started` and read `tokens` tokens, and the memory of the rank that needs most.
+
+    It is in GiB since the process began: CUDA allocations, or resident memory.
+    """
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated() / 2**30
+    else:
+        unit = 2**30 if sys.platform == "darwin" else 2**20  # of bytes or KiB
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    peak = max_over_ranks(peak, device)
     seconds = time.perf_counter() - started
     return {
         "perf/peak_memory": peak,
@@ -344,91 +402,84 @@ def perf_metrics(started, tokens, device):
     }
 
 
-def mean_over_ranks(sums):
-    """{name: Σ value·weight / Σ weight} of all ranks, from each rank's two sums; none where Σ weight is 0."""
-    totals = torch.stack(list(sums.values()))  # (M, 2); every rank has the same names in one order
-    dist.all_reduce(totals)
-    means = {}
-    for name, (total, weight) in zip(sums, totals.tolist()):
-        if weight > 0:
-            means[name] = total / weight
-    return means
-
-
-def write(path, text):
+def write(path: Path, text: str):
     """Replaces a file as a whole: a reader, or a run that is killed, never sees half of it."""
     unfinished = path.with_name(f"{path.name}.tmp")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)
 
 
-class Log:
-    """metrics.jsonl, and the same in TensorBoard. What an earlier run wrote from `start` on is removed.
+def means_of(evaluation) -> dict[str, float]:
+    """Without the standard errors."""
+    return {name: mean for name, (mean, _) in evaluation.statistics.items()}
 
-    `before`: the first evaluation, for TensorBoard's step 0.
+
+class Log:
+    """metrics.jsonl, and the same in TensorBoard, on rank 0. What was written from `start` on is removed.
+
+    before: the evaluation before training, TensorBoard's step 0.
     """
 
-    def __init__(self, folder: Path, start: int, before: dict):
+    def __init__(self, folder: Path, start: int, before):
+        self.folder = folder
+        self.steps = start  # that are made
+        self.writer = None
+        if dist.get_rank() != 0:
+            return
         path = folder / "metrics.jsonl"
         kept = ""
         if path.exists():
-            for line in path.read_text(errors="replace").splitlines(keepends=True):
+            for line in path.read_text(errors="replace").splitlines():
                 with suppress(ValueError, TypeError, KeyError):  # a line that is cut, or damaged
                     if json.loads(line)["step"] < start:
-                        kept += line
+                        kept += f"{line}\n"
         write(path, kept)
         self.file = path.open("a", buffering=1)
         self.writer = SummaryWriter(folder, purge_step=start)
-        self.steps = start  # that are made
         if start == 0:
-            self.write_evaluation(before)
+            self.write_points(means_of(before))
 
     def write(self, metrics: dict):
-        self.file.write(json.dumps(metrics) + "\n")
-        for key, value in metrics.items():
-            self.writer.add_scalar(key, value, metrics["step"])
+        """metrics: {name: number} of a step, `step` among them."""
+        if self.writer:
+            self.file.write(json.dumps(metrics) + "\n")
+            self.write_points(metrics)
+            self.steps = metrics["step"] + 1
+
+    def write_points(self, values: dict):
+        """Into TensorBoard."""
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, self.steps)
         self.writer.flush()  # a killed run has all steps there
-        self.steps = metrics["step"] + 1
-
-    def write_evaluation(self, statistics: dict):
-        for key, (mean, _) in statistics.items():
-            self.writer.add_scalar(key, mean, self.steps)
 
 
-def peak_memory(device) -> float:
-    """GiB since the process began: CUDA allocations, or resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
-    units = 2**30 if sys.platform == "darwin" else 2**20  # bytes or KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / units
+def report(log: Log, before, after):
+    """Prints what training changed; writes summary.json, and outputs.json for AlpacaEval.
 
-
-def report(log, folder, before, after, samples_before, samples_after):
-    """Prints what training changed; writes summary.json, and outputs.json for AlpacaEval."""
-    # What is written is written before it is printed: a terminal may be gone.
-    log.write_evaluation(after)
-    log.writer.close()
-    write(folder / "summary.json", json.dumps({"before": before, "after": after}, indent=2))
+    before, after: a script's evaluations: statistics {name: (mean, standard error)}, and samples.
+    """
+    if dist.get_rank() != 0:
+        return
+    folder = log.folder
+    log.write_points(means_of(after))
+    summary = {"before": before.statistics, "after": after.statistics}
+    write(folder / "summary.json", json.dumps(summary, indent=2))
     outputs = []
-    for sample in samples_after:
+    for sample in after.samples:
         outputs.append({"instruction": question(sample), "output": sample.text, "generator": folder.name})
     if outputs:
         write(folder / "outputs.json", json.dumps(outputs, indent=2, ensure_ascii=False))
-    if after:
-        print(f"\n{'mean ± standard error':24}{'before':>20}{'after':>20}")
-    for key, (mean, error) in after.items():
-        first_mean, first_error = before[key]
+    print(f"\n{'mean ± standard error':24}{'before':>20}{'after':>20}")
+    for key, (mean, error) in after.statistics.items():
+        first_mean, first_error = before.statistics[key]
         print(f"{key:24}{first_mean:10.3f} ± {first_error:7.3f}{mean:10.3f} ± {error:7.3f}")
-    for first, last in list(zip(samples_before, samples_after))[:4]:
+    for first, last in list(zip(before.samples, after.samples))[:4]:
         print(f"\nprompt: {question(last)}")
         for when, sample in (("before", first), ("after", last)):
-            score = "" if math.isnan(sample.reward) else f"  [reward {sample.reward:.2f}]"
-            print(f"{when}: {sample.text}{score}")
+            print(f"{when}: {sample.text}  [reward {sample.reward:.2f}]")
     print(f"\nwrote {folder}")
 
 
 def question(sample: utils.Example) -> str:
     """The prompt, or its last message."""
-    if isinstance(sample.prompt, str):
-        return sample.prompt
-    return sample.prompt[-1]["content"]
+    return utils.as_messages(sample.prompt)[-1]["content"]

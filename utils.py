@@ -1,17 +1,15 @@
 """Log-probability and evaluation helpers shared by the four humanline scripts.
 
 B sequences, T tokens, N completion tokens, V vocabulary, D hidden size. Log-probs are in nats. A mask is 1 at
-completion tokens, else 0.
+completion tokens, else 0. No function here reads a script's flags.
 """
 
-import contextlib
 import gc
-import heapq
 import math
 import os
-import re
 import time
-from datetime import datetime
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import (
@@ -29,369 +28,310 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
-from transformers.utils import chat_template_utils
-
-DIVERGED = "not finite: look at the model and the data, or lower --lr or --max-grad-norm"
 
 
 # === Token ids ===
 class Example(NamedTuple):
-    row: int  # of the data set, from 1
-    prompt: str | list  # text, or messages if there is a chat template
+    """A prompt, alone or with one completion: a row's, or a sample of the policy."""
+
+    prompt: str | list  # text, or messages
     prompt_ids: list[int]
-    completion_ids: list[int] = []  # ends with the end-of-turn token, unless it was cut
-    reward: float = 0.0  # a score; chosen 1, rejected 0; nan for a sample without
+    completion_ids: list[int] = []  # ends with an end-of-turn token, unless it was cut
+    reward: float = math.nan  # a score; chosen 1, rejected 0
     text: str = ""  # of a sample
-    finished: bool = True  # a sample that ended by itself
-    answer: str = ""  # gold, of a math problem
+    finished: bool = True  # the sample ended by itself
+    answer: str = ""  # gold answer of a math problem
 
     @property
     def length(self):
+        """In tokens."""
         return len(self.prompt_ids) + len(self.completion_ids)
 
-    def to_train(self, max_length):
-        """A sample without texts, cut at `max_length` tokens."""
-        completion_ids = self.completion_ids[: max_length - len(self.prompt_ids)]
-        return self._replace(prompt="", completion_ids=completion_ids, text="", answer="")
+    def cut(self, max_length: int):
+        """With a completion that ends there, if it is longer."""
+        return self._replace(completion_ids=self.completion_ids[: max_length - len(self.prompt_ids)])
 
 
-class Tokens(NamedTuple):
-    tokenizer: transformers.PreTrainedTokenizerBase
-    eos_ids: set[int]  # every id that ends a turn
-    pad_id: int  # any will do
-    vocab_size: int  # rows of the model's embedding
+class CannotTrain(Exception):
+    """Why a row is left out."""
 
 
-def load_tokens(args, config):
-    """The tokenizer with --chat-template and --eos-token. Raises ValueError if they do not fit the model."""
-    text_config = config.get_text_config()
-    vocab_size = text_config.vocab_size
-    rope = getattr(text_config, "rope_parameters", None) or {"rope_type": "none"}
-    kinds = re.findall("none|dynamic|longrope", str(rope))  # some models have one for each type of layer
-    positions = rope.get("original_max_position_embeddings") or max_positions(text_config)
-    longest = max(args.max_length, args.max_prompt_length + args.max_new_tokens)
-    # Learned positions end there. Beyond, one long sequence changes dynamic or long RoPE for its whole pass.
-    if kinds and longest > positions:
-        raise ValueError(
-            f"--max-length, --max-new-tokens: {longest} tokens, and it has {positions} positions"
-        )
+def load_tokenizer(
+    name: str,
+    chat_template: str = "",
+    eos_token: str = "",
+    trust_remote_code: bool = False,
+):
+    """A model's tokenizer, and the ids of all tokens that end a turn.
 
-    tokenizer = load_tokenizer(args.model, args.trust_remote_code)
-    if args.chat_template:
-        template = Path(args.chat_template).read_text(encoding="utf-8", errors="replace")
-        tokenizer.chat_template = template or " "  # an empty one is a template that loses all text
-    if args.eos_token:
-        tokenizer.eos_token = args.eos_token
-    if tokenizer.eos_token_id is None or tokenizer.eos_token not in tokenizer.get_vocab():
-        raise ValueError(
-            f"its vocabulary has no end-of-turn token {args.eos_token!r}: name one with --eos-token"
-        )
-    check_ids(tokenizer, [tokenizer.eos_token_id], vocab_size)
-
-    # Chat models often end a turn with another token than the tokenizer's; their configurations name it.
-    configs = [text_config]
-    with contextlib.suppress(OSError):  # not every model has a generation config
-        configs.append(GenerationConfig.from_pretrained(args.model))
+    chat_template: a Jinja file instead of the model's own. eos_token: instead of the tokenizer's own.
+    """
+    # With mistral_common installed, transformers would read Mistral's own file, which has no template.
+    tokenizer = AutoTokenizer.from_pretrained(
+        name,
+        trust_remote_code=trust_remote_code,
+        mistral_format=False,
+    )
+    if chat_template:
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+    if eos_token:
+        tokenizer.eos_token = eos_token
+    if tokenizer.eos_token not in tokenizer.get_vocab():
+        raise ValueError(f"no token of it ends a turn, {tokenizer.eos_token} neither: name one, --eos-token")
     eos_ids = {tokenizer.eos_token_id}
-    for source in configs:
-        ids = source.eos_token_id
+    # Chat models often end a turn with another token than the tokenizer's: Llama 3's <|eot_id|>.
+    with suppress(OSError):  # not every model has a generation config
+        ids = GenerationConfig.from_pretrained(name).eos_token_id
         if isinstance(ids, int):
-            eos_ids.add(ids)
-        elif ids:
-            eos_ids.update(ids)
-    pad_id = tokenizer.pad_token_id
-    if pad_id is None or pad_id >= vocab_size:
-        pad_id = tokenizer.eos_token_id
-    return Tokens(tokenizer, eos_ids, pad_id, vocab_size)
+            ids = [ids]
+        eos_ids.update(ids or [])
+    return tokenizer, eos_ids
 
 
-def max_positions(text_config):
-    mpt = getattr(text_config, "max_seq_len", None)  # MPT's name
-    return getattr(text_config, "max_position_embeddings", mpt) or math.inf
+# Where other formats (Alpaca's, LLaMA-Factory's) have text that belongs to the prompt.
+NOT_READ = ("input", "system", "history", "context", "images")
 
 
-def load_tokenizer(name, trust_remote_code):
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, mistral_format=False)
+def check_columns(row: dict):
+    """Raises ValueError if a row has text where no script looks for it."""
+    for column in NOT_READ:
+        if row.get(column):
+            raise ValueError(f"its column {column!r} would be ignored: make it part of the prompt")
 
 
-def check_ids(tokenizer, ids: list[int], vocab_size):
-    """Raises ValueError if an id is beyond the rows of the embedding."""
-    largest = max(ids, default=0)
-    if largest >= vocab_size:
-        token = tokenizer.convert_ids_to_tokens(largest)
-        raise ValueError(f"token {token!r} has the id {largest}, and the embedding has {vocab_size} rows")
-
-
-class FixedDate(datetime):
-    """Templates that write the date would make a run depend on its day."""
-
-    @classmethod
-    def now(cls, tz=None):
-        return cls(2024, 7, 26)
-
-
-chat_template_utils.datetime = FixedDate  # which `strftime_now` in a template calls
-
-
-def render(tokenizer, messages, **options):
-    """The messages in the chat template. Raises ValueError if it refuses them."""
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except Exception as error:
-        raise ValueError(f"the chat template cannot render it: {error}") from error
-
-
-def show_tokens(tokens, example):
-    """Prints what ends a turn, how a prompt ends, and how its completion begins and ends, in tokens."""
-    parts = {
-        "end of turn": sorted(tokens.eos_ids),
-        "a prompt ends": example.prompt_ids[-8:],
-        "its completion begins": example.completion_ids[:8],
-        "and ends": example.completion_ids[-4:],
-    }
-    for name, ids in parts.items():
-        if ids and dist.get_rank() == 0:
-            print(f"{name}:", *map(repr, tokens.tokenizer.convert_ids_to_tokens(ids)))
-
-
-def encode_prompt(tokenizer, prompt: str | list):
-    """Prompt ids, the same for training, sampling and evaluation."""
-    if isinstance(prompt, list):
-        text = render(tokenizer, prompt, add_generation_prompt=True)
-        return tokenizer(text, add_special_tokens=False).input_ids
-    ids = tokenizer(prompt).input_ids
-    # Some tokenizers add an end of turn, which belongs after the completion.
-    if ids[-1:] == [tokenizer.eos_token_id] and not prompt.endswith(tokenizer.eos_token):
-        return ids[:-1]
-    return ids
-
-
-def encode_completion(tokens, prompt: str | list, prompt_ids: list[int], completion: str) -> tuple:
-    """Completion ids up to and with the end of turn, and ""; or [] and why they cannot train.
-
-    They are what follows the prompt's ids in those of the whole text. The end of turn is added where the
-    template writes none. Raises ValueError if the template changes the prompt.
-    """
-    tokenizer, eos_ids = tokens.tokenizer, tokens.eos_ids
+def as_messages(prompt: str | list) -> list[dict]:
+    """A text is the user's one message."""
     if isinstance(prompt, str):
-        answer = completion
-        text_ids = tokenizer(prompt + completion).input_ids
-    else:
-        before = render(tokenizer, prompt, add_generation_prompt=True)
-        text = render(tokenizer, [*prompt, {"role": "assistant", "content": completion}])
-        if not text.startswith(before):
-            raise ValueError(
-                "the chat template renders a prompt differently once it is answered: pass --chat-template"
-            )
-        answer = text[len(before) :]
-        text_ids = tokenizer(text, add_special_tokens=False).input_ids
-
-    ids = strip_prompt(tokenizer, text_ids, prompt_ids, answer)
-    end = next((i for i, token in enumerate(ids, 1) if token in eos_ids), None)
-    if end is None:
-        return [*ids, tokenizer.eos_token_id], ""
-    rest = [token for token in ids[end:] if token not in eos_ids]
-    if tokenizer.decode(rest).strip():
-        return [], "end of turn inside the completion"
-    return ids[:end], ""
-
-
-def strip_prompt(tokenizer, text_ids: list[int], prompt_ids: list[int], answer: str):
-    """The answer's ids in those of the whole text, or by itself if a token spans prompt and answer."""
-    if text_ids[: len(prompt_ids)] == prompt_ids:
-        return text_ids[len(prompt_ids) :]
-    # SentencePiece puts a space in front of a text, but not behind a character with which nothing merges.
-    for anchor in ("\n", "a", ""):
-        anchor_ids = tokenizer(anchor, add_special_tokens=False).input_ids
-        ids = tokenizer(anchor + answer, add_special_tokens=False).input_ids
-        if ids[: len(anchor_ids)] == anchor_ids:
-            return ids[len(anchor_ids) :]
-
-
-def keeps_text(text, messages):
-    """Whether a rendering has the text of every message, but for white space."""
-    text = "".join(text.split())
-    for message in messages:
-        content = "".join(message["content"].split())
-        if content not in text:
-            return False
-        text = text.replace(content, "", 1)  # a message that is repeated must be there twice
-    return True
-
-
-# What a data set may have beside a message's content, and a template may write or not.
-OTHER_PARTS = ["tool_calls", "function_call", "reasoning_content", "reasoning", "thinking"]
-
-
-def encode_group(args, tokens, row, prompt, completions: list, rewards: list[float]):
-    """The examples of a row and "", or () and the reason if it cannot train.
-
-    Without completions there is one example, the prompt. Prompt and completions are texts or lists of
-    messages. Raises ValueError if the row is malformed.
-    """
-    tokenizer = tokens.tokenizer
-    if isinstance(prompt, list) and not tokenizer.chat_template:
-        raise ValueError("a conversation needs a chat template: --chat-template FILE")
-    messages = to_messages("user", prompt)
-    answers = [to_messages("assistant", completion) for completion in completions]
-    if tokenizer.chat_template:
-        prompt = messages
-    example = Example(row, prompt, encode_prompt(tokenizer, prompt))
-
-    longest = min(args.max_prompt_length, args.max_length - 1)
-    last_turn = messages[-1]["content"] if messages else ""
-    if not last_turn.strip() or not 0 < len(example.prompt_ids) <= longest:
-        return (), f"prompt empty or longer than {longest} tokens (raise --max-prompt-length, --max-length)"
-    if messages[-1]["role"] == "assistant":
-        return (), "prompt ends with an assistant message"
-    texts = []
-    for answer in answers:
-        if [message["role"] for message in answer] != ["assistant"] or not answer[0]["content"].strip():
-            return (), "completion empty or not one assistant message"
-        texts.append(answer[0]["content"])
-    for answer in answers or [[]]:
-        conversation = messages + answer
-        if any(message.get(part) for message in conversation for part in OTHER_PARTS):
-            return (), "with tool calls or reasoning beside a message's content"
-        if tokenizer.chat_template and not keeps_text(render(tokenizer, conversation), conversation):
-            return (), "text changed by the chat template"
-    repeated = [text for text in texts if text.startswith(last_turn)]
-    if repeated and " " in last_turn.strip():
-        return (), "completion that repeats its prompt"
-
-    group = []
-    all_ids = [*example.prompt_ids]
-    for text, reward in zip(texts, rewards):
-        ids, problem = encode_completion(tokens, prompt, example.prompt_ids, text)
-        if problem:
-            return (), problem
-        cut = ids[: args.max_length - len(example.prompt_ids)]
-        group.append(example._replace(completion_ids=cut, reward=float(reward)))
-        all_ids += cut
-    check_ids(tokenizer, all_ids, tokens.vocab_size)
-    if 2 * all_ids.count(tokenizer.unk_token_id) > len(all_ids):
-        return (), "mostly unknown to the tokenizer of --model (without one: the toy's)"
-    if len(group) == 2 and group[0].completion_ids == group[1].completion_ids:
-        return (), "chosen equals rejected"
-    return tuple(group or [example]), ""
-
-
-def to_messages(role, content: str | list):
-    """A text as one message, or messages as they are. A ValueError if they are no strings."""
-    if not isinstance(content, list):
-        content = [{"role": role, "content": content}]
+        return [{"role": "user", "content": prompt}]
     messages = []
-    for message in content:
-        valid = isinstance(message, dict)
-        for key in ("role", "content"):
-            valid = valid and isinstance(message.get(key), str)
-        if not valid:
-            start = str(message)[:80]
-            raise ValueError(f"a message must have a role and a content that are strings, not {start}")
+    for message in prompt:
         # Arrow gives every message the keys of all, with nulls, which a template may take for values.
         messages.append({key: value for key, value in message.items() if value is not None})
     return messages
 
 
+def render(tokenizer, messages: list[dict], **options) -> str:
+    """The messages in the chat template. Llama's writes the date: always this one, so that runs repeat."""
+    return tokenizer.apply_chat_template(messages, tokenize=False, date_string="26 Jul 2024", **options)
+
+
+def encode(
+    tokenizer,
+    eos_ids: set[int],
+    prompt: str | list,
+    completion: str | None = None,
+) -> tuple:
+    """Token ids of a prompt, and of its completion up to and with the end of turn ([] without completion).
+
+    They are the ids of the whole conversation in the chat template, cut where the prompt's end. A tokenizer
+    without a template takes texts, which it joins. Raises CannotTrain, or ValueError if the template is to
+    blame: what is wrong here would train on wrong tokens, and no metric would show it.
+    """
+    messages = as_messages(prompt)
+    if not messages[-1]["content"].strip():
+        raise CannotTrain("prompt empty")
+    if tokenizer.chat_template or isinstance(prompt, list):
+        before = render(tokenizer, messages, add_generation_prompt=True)
+        whole = before
+        if completion is not None:
+            messages = [*messages, {"role": "assistant", "content": completion}]
+            whole = render(tokenizer, messages)
+        check_rendering(before, whole, messages)
+        special = False  # the template has written them
+    else:
+        before = prompt
+        whole = prompt + (completion or "")
+        special = True
+
+    prompt_ids = tokenizer(before, add_special_tokens=special).input_ids
+    ids = tokenizer(whole, add_special_tokens=special).input_ids
+    if prompt_ids[-1:] == [tokenizer.eos_token_id] and not before.endswith(tokenizer.eos_token):
+        prompt_ids.pop()  # some tokenizers add one
+
+    if mostly_unknown(tokenizer, ids):
+        raise CannotTrain("most of its tokens are unknown to the tokenizer")
+    if completion is None:
+        return prompt_ids, []
+    completion_ids = ids[len(prompt_ids) :]
+    if ids[: len(prompt_ids)] != prompt_ids:  # a token spans both, such as two line breaks
+        completion_ids = tokenizer(whole[len(before) :], add_special_tokens=False).input_ids
+        if tokenizer.decode(prompt_ids + completion_ids) != tokenizer.decode(ids):
+            raise CannotTrain("a token spans prompt and completion")
+    for i, token in enumerate(completion_ids):
+        if token in eos_ids:  # what the template writes behind it is not the model's to say
+            return prompt_ids, completion_ids[: i + 1]
+    return prompt_ids, [*completion_ids, tokenizer.eos_token_id]
+
+
+def mostly_unknown(tokenizer, ids: list[int]) -> bool:
+    return 2 * ids.count(tokenizer.unk_token_id) > len(ids)
+
+
+def check_rendering(before: str, whole: str, messages: list[dict]):
+    """Refuses a template that renders a prompt otherwise once it is answered, or that loses a message."""
+    if not whole.startswith(before):
+        raise ValueError(
+            "the chat template renders a prompt differently once it is answered: pass --chat-template"
+        )
+    rendered = "".join(whole.split())  # templates may strip white space
+    for message in messages:
+        if "".join(message["content"].split()) not in rendered:
+            raise CannotTrain("the chat template changes the text of a message")
+
+
+def decode_completion(tokenizer, prompt: Example, ids: list[int]) -> str:
+    """The text of a sample, without special tokens.
+
+    Behind a prompt without a template it is what the ids add to the prompt's text: SentencePiece alone would
+    take the space in front of a text away.
+    """
+    prompt_ids = [] if tokenizer.chat_template else prompt.prompt_ids
+    before = tokenizer.decode(prompt_ids, skip_special_tokens=True)
+    whole = tokenizer.decode(prompt_ids + ids, skip_special_tokens=True)
+    return whole[len(before) :]
+
+
 # === Token log-probs ===
-def pad_batch(examples: list[Example], pad_id: int, device):
-    """input_ids (B, T) int64, padded on the right with any valid id, and mask (B, T) fp32."""
-    rows = []
-    mask = torch.zeros(len(examples), max(x.length for x in examples))
-    for i, x in enumerate(examples):
-        ids = [*x.prompt_ids, *x.completion_ids]
-        rows.append(torch.tensor(ids, dtype=torch.long))
-        mask[i, len(x.prompt_ids) : x.length] = 1
-    input_ids = pad_sequence(rows, batch_first=True, padding_value=pad_id)
+def pad_batch(examples: list[Example], device):
+    """input_ids (B, T) int64, padded on the right with 0, and mask (B, T) fp32."""
+    longest = max(example.length for example in examples)
+    input_ids = torch.zeros(len(examples), longest, dtype=torch.long)
+    mask = torch.zeros(len(examples), longest)
+    for i, example in enumerate(examples):
+        ids = [*example.prompt_ids, *example.completion_ids]
+        begin = len(example.prompt_ids)
+        end = len(ids)
+        input_ids[i, :end] = torch.tensor(ids)
+        mask[i, begin:end] = 1
     return input_ids.to(device), mask.to(device)
 
 
-class HeadLogps(torch.autograd.Function):
-    """log softmax(z)[target] (N,) for z = head(hidden) / temperature (N, V), in fp32 or wider.
+def matmul_fp32(a, b):
+    """a @ b in fp32 or wider. Of bf16 factors a GPU makes exact products, and sums them in fp32."""
+    if a.is_cuda and a.dtype == torch.bfloat16:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    dtype = torch.promote_types(a.dtype, torch.float32)
+    return a.to(dtype) @ b.to(dtype)
 
-    z would be the largest tensor of a pass by far, so the vocabulary comes in blocks of `block_size` rows.
-    The forward pass saves L = log Σ exp z, and the backward pass has
-        d z = d_logps · (onehot(target) - exp(z - L)).
-    Blocks of z are kept for it in up to `keep_bytes`; the others are computed again.
+
+class HeadLogps(torch.autograd.Function):
+    """log softmax(z)[target], (N,), of the logits z = head(hidden) / temperature, (N, V), in fp32 or wider.
+
+    z would be the largest tensor of a pass by far. Here it never is one: it comes in blocks of block_size
+    columns, and the backward pass computes them again, but those that fit into keep_bytes. With
+    L = log Σ_v exp z_v,
+
+        log softmax(z)[target] = z[target] - L
+        its gradient in z      = onehot(target) - exp(z - L)
     """
 
     @staticmethod
     def block(hidden, weight, bias, start, block_size, softcap, temperature):
-        """Logits (N, block_size) from row `start` of the vocabulary on."""
-        rows = slice(start, start + block_size)
-        block_bias = None if bias is None else bias[rows].to(hidden.dtype)
-        logits = F.linear(hidden, weight[rows].to(hidden.dtype), block_bias)
-        if softcap:  # Gemma 2: softcap · tanh(logits / softcap)
-            return logits.div_(softcap).tanh_().mul_(softcap / temperature)
-        return logits.div_(temperature)
+        """z (N, block_size): columns `start` and following."""
+        columns = slice(start, start + block_size)
+        z = matmul_fp32(hidden, weight[columns].T)
+        if bias is not None:
+            z += bias[columns]
+        if softcap:  # Gemma 2: softcap · tanh(z / softcap)
+            return z.div_(softcap).tanh_().mul_(softcap / temperature)
+        return z.div_(temperature)
 
     @staticmethod
     def locate(targets, start, size):
-        """Columns of the targets in a block, and whether they are in it, (N, 1) each."""
+        """The targets' columns in a block, (N, 1), and whether they are in it; else the nearest column."""
         columns = (targets - start)[:, None]
         nearest = columns.clamp(0, size - 1)
         return nearest, nearest == columns
 
     @staticmethod
     def forward(ctx, hidden, targets, weight, bias, block_size, softcap, temperature, keep_bytes):
-        # hidden (N, D), targets (N,), weight (V, D), bias (V,)
+        # hidden (N, D), targets (N,), weight (V, D), bias (V,) or None
         ctx.settings = (block_size, softcap, temperature)
-        ctx.kept = {}
+        ctx.kept = {}  # {start: block}
         kept_bytes = 0
-        states = hidden.to(torch.promote_types(weight.dtype, torch.float32))
-        log_sum = states.new_full((len(states), 1), -math.inf)
-        target_logits = states.new_zeros(len(states), 1)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        N = len(hidden)
+        L = hidden.new_full((N, 1), -math.inf, dtype=dtype)  # of the blocks so far
+        z_target = torch.zeros_like(L)
         for start in range(0, len(weight), block_size):
-            logits = HeadLogps.block(states, weight, bias, start, *ctx.settings)
-            log_sum = torch.logaddexp(log_sum, logits.logsumexp(-1, keepdim=True))  # of the blocks so far
-            columns, inside = HeadLogps.locate(targets, start, logits.shape[1])
-            target_logits = torch.where(inside, logits.gather(1, columns), target_logits)
-            kept_bytes += logits.nbytes
+            z = HeadLogps.block(hidden, weight, bias, start, *ctx.settings)
+            L_block = z.logsumexp(-1, keepdim=True)
+            L = torch.logaddexp(L, L_block)
+            columns, inside = HeadLogps.locate(targets, start, z.shape[1])
+            z_target = torch.where(inside, z.gather(1, columns), z_target)
+            kept_bytes += z.nbytes
             if kept_bytes <= keep_bytes:
-                ctx.kept[start] = logits
-            del logits  # or two blocks would be in memory at once
-        ctx.save_for_backward(hidden, targets, weight, bias, log_sum)
-        return (target_logits - log_sum).sum(-1)  # a sum over one column: FSDP2 warns of views
+                ctx.kept[start] = z
+            del z  # or two blocks would be in memory at once
+        ctx.save_for_backward(hidden, targets, weight, bias, L)
+        return (z_target - L).sum(-1)  # not [:, 0], a view: FSDP2 warns of those
 
     @staticmethod
     def backward(ctx, d_logps):
-        hidden, targets, weight, bias, log_sum = ctx.saved_tensors
+        hidden, targets, weight, bias, L = ctx.saved_tensors
         block_size, softcap, temperature = ctx.settings
-        d_logits_at_target = d_logps[:, None] / temperature
-        states = hidden.to(d_logps.dtype)
-        d_hidden = torch.zeros_like(states)
+        d_logps = d_logps[:, None] / temperature  # (N, 1)
+        d_hidden = torch.zeros_like(hidden, dtype=L.dtype)
         d_weight = torch.empty_like(weight)
         d_bias = None if bias is None else torch.empty_like(bias)
         for start in range(0, len(weight), block_size):
-            rows = slice(start, start + block_size)
-            logits = ctx.kept.pop(start, None)
-            if logits is None:
-                logits = HeadLogps.block(states, weight, bias, start, *ctx.settings)
+            block = slice(start, start + block_size)
+            z = ctx.kept.pop(start, None)
+            if z is None:
+                z = HeadLogps.block(hidden, weight, bias, start, *ctx.settings)
             if softcap:
-                slope = 1 - (logits * (temperature / softcap)) ** 2  # of tanh
-            columns, inside = HeadLogps.locate(targets, start, logits.shape[1])
-            # d z of the block, in place: another tensor of its size would double the backward pass's peak.
-            d_logits = logits.sub_(log_sum).exp_().mul_(-d_logits_at_target)
-            d_logits.scatter_add_(1, columns, torch.where(inside, d_logits_at_target, 0))
+                slope = 1 - (z * (temperature / softcap)) ** 2  # of tanh
+            columns, inside = HeadLogps.locate(targets, start, z.shape[1])
+            # In place: one more tensor of this size would double the peak of the backward pass.
+            d_z = z.sub_(L).exp_().mul_(-d_logps)
+            d_z.scatter_add_(1, columns, torch.where(inside, d_logps, 0))
             if softcap:
-                d_logits.mul_(slope)
-            d_hidden.addmm_(d_logits, weight[rows].to(states.dtype))
-            d_weight[rows] = d_logits.T @ states
+                d_z.mul_(slope)
             if bias is not None:
-                d_bias[rows] = d_logits.sum(0)
-            del logits, d_logits
+                d_bias[block] = d_z.sum(0)
+            d_z = d_z.to(weight.dtype)  # bf16 factors again
+            d_hidden += matmul_fp32(d_z, weight[block])
+            d_weight[block] = matmul_fp32(d_z.T, hidden)
+            del z, d_z
         return d_hidden.to(hidden.dtype), None, d_weight, d_bias, None, None, None, None
 
 
-def packed_attention(module, query, key, value, attention_mask, sequence_lengths=None, **options):
-    """Causal attention within each of the sequences that stand in one row, (1, heads, ΣT, head size)."""
+def packed_attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    lengths=None,
+    starts=None,
+    **options,
+):
+    """Causal attention within each of the sequences that stand in one row, (1, heads, ΣT, head size).
+
+    transformers calls it, with what `pack` has put beside the token ids: lengths, and starts as a tensor.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward  # it takes half a second
 
-    if sequence_lengths is None:  # not called by `token_logps`
+    if lengths is None:  # the model was not called by `token_logps`
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    queries = query.split(sequence_lengths, dim=2)
-    keys = key.split(sequence_lengths, dim=2)
-    values = value.split(sequence_lengths, dim=2)
+    if query.is_cuda and query.dtype == torch.bfloat16:  # one kernel for all sequences, in these alone
+        longest = max(lengths)
+        output = varlen_attn(
+            query[0].transpose(0, 1),  # (ΣT, heads, head size)
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            starts,
+            starts,
+            longest,
+            longest,
+            scale=options["scaling"],
+            window_size=(-1, 0),  # causal
+            enable_gqa=True,
+        )
+        return output[None], None
+    queries = query.split(lengths, dim=2)
+    keys = key.split(lengths, dim=2)
+    values = value.split(lengths, dim=2)
     outputs = []
     for q, k, v in zip(queries, keys, values):
         output, _ = sdpa_attention_forward(module, q, k, v, None, **options)
@@ -400,94 +340,104 @@ def packed_attention(module, query, key, value, attention_mask, sequence_lengths
 
 
 @torch.no_grad()
-def choose_attention(args, model):
-    """Lets `token_logps` leave out padding, where a trial shows that this changes nothing.
+def choose_attention(model, longest: int):
+    """Lets `token_logps` leave out padding, if a trial shows that this changes nothing.
 
-    Raises ValueError if `token_logps` of a text, beside another, differs from the logits of its first half.
+    The trial is two equal sequences: their log-probs must be those of plain logits of the first half. Raises
+    ValueError if they are not, with padding neither. longest: tokens of a sequence in training.
     """
     transformers.AttentionInterface.register("packed", packed_attention)  # here: it takes a second
-    example = Example(0, "", [1], list(range(2, 17)))
-    input_ids, mask = pad_batch([example, example], 0, model.device)  # (2, 16)
-    input_ids %= model.config.get_text_config().vocab_size
-    half = input_ids[0, :8]
-    logits = model(input_ids=half[None], use_cache=False).logits[0].float()  # (8, V)
-    expected = -F.cross_entropy(logits[:-1], half[1:], reduction="none")  # (7,)
-    limit = 0.1 if args.dtype == "bfloat16" else 1e-4  # nats, on average
+    config = model.config.get_text_config()
+    for factor in ("logits_scaling", "logit_scale", "lm_head_multiplier"):  # too small a trial for bf16
+        if getattr(config, factor, None) not in (None, 1):
+            raise ValueError(f"its logits have a factor, {factor}, which `token_logps` leaves out")
+    text = torch.arange(1, 17, device=model.device) % config.vocab_size
+    half = text[:8]
+    logits = model(input_ids=half[None], use_cache=False).logits[0]  # (8, V)
+    predictions = logits[:-1].float()
+    expected = -F.cross_entropy(predictions, half[1:], reduction="none")  # (7,)
+
     implementations = [model.config._attn_implementation]
-    if may_pack(args, model):
-        implementations.insert(0, "packed")
+    window = getattr(config, "sliding_window", None) or longest  # packed_attention has none
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    carries_state = kinds or model._is_stateful  # from one sequence into the next
+    if model._supports_attention_backend and implementations == ["sdpa"]:
+        if longest <= window and not carries_state:
+            implementations.insert(0, "packed")
+    input_ids = text.expand(2, 16)
+    mask = torch.ones(2, 16, device=model.device)
+    mask[:, 0] = 0
     for implementation in implementations:
         model.set_attn_implementation(implementation)
-        difference = token_logps(model, input_ids, mask)[:, 1:8] - expected  # (2, 7)
+        logps = token_logps(model, input_ids, mask)
+        difference = logps[:, 1:8] - expected  # (2, 7)
+        limit = 0.1 if logits.dtype == torch.bfloat16 else 1e-4  # nats
         if not difference.abs().mean() > limit:  # nan is for the evaluation to report
             return
     raise ValueError("a token's log-prob depends on later tokens, on noise, or on a factor of the logits")
 
 
-def may_pack(args, model):
-    """Whether tokens of a sequence meet in plain causal attention alone.
+def pack(input_ids, selected) -> tuple:
+    """The sequences one behind the other, without padding: a model's inputs, (1, ΣT).
 
-    Linear attention and state-space layers would carry one sequence into the next, and `packed_attention` has
-    no sliding window.
-    """
-    config = model.config.get_text_config()
-    longest = args.max_prompt_length + max(args.max_length, args.max_new_tokens)
-    other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    window = getattr(config, "sliding_window", None) or longest
-    if other_layers or longest > window or model.config._attn_implementation != "sdpa":
-        return False
-    return model._supports_attention_backend and not model._is_stateful
-
-
-def pack_inputs(input_ids, selected) -> tuple:
-    """Model inputs (1, ΣT) without padding, and which tokens in them predict the selected ones (1, ΣT).
-
-    Right of the last token that predicts one nothing is read.
+    Also returns which of these tokens predict a selected one, (1, ΣT). The last one of a sequence predicts
+    none, and is left out.
     """
     positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    lengths = (positions * selected).amax(1)  # the last selected token itself need not be read
+    lengths = (positions * selected).amax(1)  # (B,)
+    starts = F.pad(lengths.cumsum(0), (1, 0))  # (B + 1,), with the end
     read = positions < lengths[:, None]
-    predicting = selected.roll(-1, 1)
+    predicting = selected.roll(-1, 1)  # a token is predicted one place before
     inputs = {
         "input_ids": input_ids[read][None],
         "position_ids": positions[read][None],
-        "sequence_lengths": lengths.tolist(),
+        "lengths": lengths.tolist(),
+        "starts": starts.int(),
     }
     return inputs, predicting[read][None]
 
 
-def token_logps(model, input_ids, mask, temperature: float = 1.0, max_logits: int = 2**23):
+def token_logps(
+    model,
+    input_ids,
+    mask,
+    temperature: float = 1.0,
+    max_logits: int = 2**23,
+):
     """log π(y_t | x, y_<t) of every completion token, (B, T) in fp32 or wider, 0 where mask is 0.
 
-    The model runs with another forward of its head (an `nn.Linear`), which returns the N log-probs in place
-    of logits: no (B, T, V) tensor exists, and FSDP2 has the head's weight gathered. Logits are fp32, since
-    bf16 ones of 16 are 0.125 apart, and log-ratios of order 1e-3.
+    The model runs with another forward of its head (an `nn.Linear`), which returns N log-probs in place of
+    logits. No (B, T, V) tensor exists, and while the head runs, FSDP2 has gathered its weight. Logits are
+    fp32: bf16 ones near 16 are 0.125 apart, and log-ratios of order 1e-3.
 
-    input_ids: (B, T), padded on the right. mask: (B, T), 1 at the tokens to score. max_logits: held at once.
-    Raises ValueError if the first token of a sequence is to be scored.
+    Args:
+        input_ids: (B, T), padded on the right.
+        mask: (B, T), 1 at the tokens to score; a sequence's first token has no prediction.
+        max_logits: held at once.
     """
     selected = mask.bool()
     if selected[:, 0].any():
         raise ValueError("the first token of a sequence has no prediction; prepend one")
     head = model.get_output_embeddings()
     config = model.config.get_text_config()
+    softcap = getattr(config, "final_logit_softcapping", None)
     targets = input_ids[selected]  # (N,)
+    block_size = max_logits // max(1, len(targets))
+    block_size = max(256, block_size // 256 * 256)  # GPUs like multiples
     if model.config._attn_implementation == "packed":
-        inputs, predicting = pack_inputs(input_ids, selected)
+        inputs, predicting = pack(input_ids, selected)
     else:
         inputs = {"input_ids": input_ids}
-        predicting = selected.roll(-1, 1)  # a token is predicted one place before
-    block_size = max(1, max_logits // max(1, len(targets)))
-    softcap = getattr(config, "final_logit_softcapping", None)
+        predicting = selected.roll(-1, 1)
 
-    def head_forward(hidden):  # (B, T, D) -> (N,)
-        keep_bytes = 0  # of logits for the backward pass; in bf16 a GPU computes them again for little
-        if torch.is_grad_enabled() and hidden.dtype.itemsize > 2:
+    def head_logps(hidden):  # (B, T, D) -> (N,)
+        keep_bytes = 0  # a GPU computes bf16 products again for little
+        if torch.is_grad_enabled() and hidden.dtype != torch.bfloat16:
             keep_bytes = 0.8 * 2**30
         tensors = (hidden[predicting], targets, head.weight, head.bias)
         return HeadLogps.apply(*tensors, block_size, softcap, temperature, keep_bytes)
 
-    head.forward = head_forward
+    head.forward = head_logps
     if softcap:
         vars(config)["final_logit_softcapping"] = None  # or the model would apply it to the log-probs
     try:
@@ -496,416 +446,435 @@ def token_logps(model, input_ids, mask, temperature: float = 1.0, max_logits: in
         del head.forward
         if softcap:
             vars(config)["final_logit_softcapping"] = softcap
-    return torch.zeros_like(mask, dtype=logps.dtype).masked_scatter(selected, logps)
+    zeros = torch.zeros_like(mask, dtype=logps.dtype)
+    return zeros.masked_scatter(selected, logps)
 
 
-def make_passes(lengths: list[int], ranks: int, max_tokens: int = 16384):
-    """Splits sequences into forward passes of even work: positions in `lengths`, pass i for rank i % ranks.
+def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int = 16384):
+    """Splits sequences (or pairs) into forward passes of even work, pass i for rank i % ranks.
 
-    A pass has at most `max_tokens` tokens (0: any), or one sequence that is longer. All ranks have as many
-    passes, because FSDP gathers weights in all of them together; with fewer sequences than ranks some are
-    empty.
+    All ranks have as many passes, because FSDP gathers weights in all of them together; with fewer sequences
+    than ranks some are empty.
+
+    Args:
+        lengths: of the sequences, in tokens.
+        max_tokens: of a pass, unless one sequence is longer; 0: any.
+
+    Returns:
+        The positions in `lengths` that are in each pass.
     """
-    longest_first = sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)
     limit = max_tokens or math.inf
-    needed = min(max(1, sum(lengths) / limit), len(lengths))
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    needed = max(1, sum(lengths) / limit)
+    needed = min(needed, len(lengths))
     count = ranks * math.ceil(needed / ranks)
     while True:
-        passes = [[] for _ in range(count)]
-        heap = [(0, number) for number in range(count)]  # (tokens, pass), the lightest pass first
+        micro_batches = [[] for _ in range(count)]
+        tokens = [0] * count
         for i in longest_first:
-            tokens, number = heapq.heappop(heap)
-            passes[number].append(i)
-            heapq.heappush(heap, (tokens + lengths[i], number))
-        if all(tokens <= limit or len(passes[number]) == 1 for tokens, number in heap):
-            return passes
+            lightest = tokens.index(min(tokens))
+            micro_batches[lightest].append(i)
+            tokens[lightest] += lengths[i]
+        if all(total <= limit or len(batch) == 1 for total, batch in zip(tokens, micro_batches)):
+            return micro_batches
         count += ranks
 
 
 @torch.no_grad()
-def completion_logps(model, examples: list[Example], pad_id: int):
-    """log π(y | x) of every example, its completion tokens' sum, (N,) float64 on the CPU."""
+def completion_logps(model, examples: list[Example]) -> tuple:
+    """`token_logps` of all examples, by all ranks together, and the mask, (B, T) float64 each, on the CPU."""
     rank = dist.get_rank()
     world = dist.get_world_size()
-    sums = torch.zeros(len(examples), dtype=torch.float64, device=model.device)
-    passes = make_passes([x.length for x in examples], world)
-    for mine in passes[rank::world]:
+    input_ids, mask = pad_batch(examples, model.device)
+    logps = torch.zeros_like(mask, dtype=torch.float64)
+    lengths = [example.length for example in examples]
+    micro_batches = make_micro_batches(lengths, world)
+    for indices in micro_batches[rank::world]:
         # A rank with nothing to do must still take part in gathering weights: it reads some example.
-        batch = [examples[i] for i in mine or [0]]
-        input_ids, mask = pad_batch(batch, pad_id, model.device)
-        logps = token_logps(model, input_ids, mask).double()
-        sums[mine] = logps.sum(-1)[: len(mine)]
-    dist.all_reduce(sums)
-    return sums.cpu()
+        rows = indices or [0]
+        longest = max(lengths[i] for i in rows)
+        values = token_logps(model, input_ids[rows, :longest], mask[rows, :longest])
+        logps[indices, :longest] = values[: len(indices)].double()
+    dist.all_reduce(logps)
+    return logps.cpu(), mask.double().cpu()
 
 
-# === Models for sampling ===
+# === Sampling ===
+def max_positions(config):
+    """Tokens that a model can read, by its configuration."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+
+
+def check_positions(config, max_length: int, max_prompt_length: int, max_new_tokens: int):
+    """Raises ValueError if sequences may be longer than a model can read.
+
+    Learned positions end there. Dynamic and long RoPE change for a whole pass if one sequence in it is longer
+    than the original positions. With other RoPE samples end there.
+    """
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {"rope_type": "none"}
+    positions = rope.get("original_max_position_embeddings") or max_positions(config)
+    longest = max_new_tokens
+    kinds = str(rope)  # as text, since some models have one for each type of layer
+    if "none" in kinds or "dynamic" in kinds or "longrope" in kinds:
+        longest = max(max_length, max_prompt_length + max_new_tokens)
+    if longest > positions:
+        flags = "--max-new-tokens, --max-prompt-length, --max-length"
+        raise ValueError(f"{longest} tokens, and it has {positions} positions: lower {flags}")
+
+
 def load_pretrained(auto, name: str, **options):
-    """A model from safetensors files.
+    """A model from safetensors files. Raises ValueError if weights are missing, or some are no weights of it.
 
-    Raises ValueError if weights, buffers aside, are missing, unexpected or of another shape: transformers
-    would only warn.
+    transformers would only warn, and train on random ones. Buffers are computed where they are missing.
     """
     model, info = auto.from_pretrained(
         name,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,
         use_safetensors=True,
         **options,
     )
+    weights = dict(model.named_parameters())
+    buffers = {name.split(".")[-1] for name, _ in model.named_buffers()}
+    for kind in ("missing_keys", "unexpected_keys"):
+        for key in sorted(info[kind]):
+            if key in weights or key.split(".")[-1] not in buffers:
+                raise ValueError(f"{kind} of {auto.__name__}: {key}")
+    model.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}  # for run.export
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # the others ignore it (Gemma 2)
-    buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
-    problems = []
-    for kind in ("missing", "unexpected", "mismatched"):
-        keys = []
-        for entry in info[f"{kind}_keys"]:
-            key = entry if isinstance(entry, str) else entry[0]  # mismatched ones come with their shapes
-            if key.rpartition(".")[2] not in buffers:
-                keys.append(key)
-        if keys:
-            problems.append(f"{len(keys)} {kind}, such as {sorted(keys)[0]}")
-    if problems:
-        raise ValueError(
-            f"its weights are not those of its config.json as {auto.__name__} ({'; '.join(problems)})"
-        )
     return model
 
 
-def start_engine(args, dtype, device, max_length):
-    """vLLM or a whole transformers model, in this process. Its weights are right after `update_engine`."""
-    if args.engine == "vllm" or (args.engine == "auto" and find_spec("vllm")):
-        return start_vllm(args, dtype, device, max_length)
-    options = {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
-    model = load_pretrained(AutoModelForCausalLM, args.model, **options)
-    model.generation_config = GenerationConfig()  # none of the model's own settings
-    return model.to(device).eval()
+def checksum(model) -> int:
+    """Of the first numbers of every weight."""
+    total = 0
+    for weight in model.parameters():
+        total += weight.detach().flatten()[:1000].view(torch.uint8).sum().item()
+    return total
 
 
-def start_vllm(args, dtype, device, max_length):
-    """vLLM in this process, one for each rank."""
-    defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "RANK": "0", "LOCAL_RANK": "0"}
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
-    from vllm import LLM, _custom_ops
+class TransformersEngine:
+    """A whole copy of the policy on every rank, for transformers' `generate`."""
 
-    if device.type == "cpu":
-        _custom_ops._supports_onednn = False  # its packed weights would stay the old ones
-        memory = {"kv_cache_memory_bytes": 2**30, "enforce_eager": True}
-    else:
-        memory = {"gpu_memory_utilization": args.vllm_memory, "enable_sleep_mode": True}
-    engine = LLM(
-        args.model,
-        dtype=dtype,
-        trust_remote_code=args.trust_remote_code,
-        max_model_len=max_length,
-        skip_tokenizer_init=True,
-        load_format="dummy",  # update_engine brings the weights
-        hf_overrides={"head_dtype": "float32"},  # logits as exact as token_logps'
-        generation_config="vllm",  # none of the model's own settings
-        logprobs_mode="raw_logprobs",  # before temperature and nucleus
-        distributed_executor_backend="external_launcher",  # in this process
-        **memory,
-    )
-    engine.llm_engine.engine_core._finalizer.detach()  # it would destroy our process group
-    gc.unfreeze()  # vLLM froze it
-    return engine
+    def __init__(self, settings):
+        options = dict(dtype=settings.dtype, trust_remote_code=settings.trust_remote_code)
+        self.model = load_pretrained(AutoModelForCausalLM, settings.model, **options)
+        self.model.to(settings.device).eval()
+        self.model.generation_config = GenerationConfig()  # none of the model's own settings
+        self.batch_size = settings.batch_size
+        self.max_new_tokens = settings.max_new_tokens
+        self.max_length = settings.max_length
+        self.options = {
+            "do_sample": True,
+            "temperature": settings.temperature or 1e-6,  # 0: greedy
+            "top_p": settings.top_p,
+            "top_k": 0,
+            "remove_invalid_values": True,  # NaN is for check_engine to report
+            "eos_token_id": list(settings.eos_ids),
+            "pad_token_id": 0,
+        }
 
-
-@torch.no_grad()
-def update_engine(engine, policy):
-    """Copies the policy into the engine, one gathered parameter at a time: never a second whole model."""
-    weights = ((name, parameter.full_tensor()) for name, parameter in policy.named_parameters())
-    if isinstance(engine, torch.nn.Module):
-        for target, (_, weight) in zip(engine.parameters(), weights, strict=True):
+    def update(self, weights):
+        for target, (_, weight) in zip(self.model.parameters(), weights):
             target.copy_(weight)
-        return
-    asleep = engine.llm_engine.is_sleeping()
-    if asleep:
-        engine.wake_up(tags=["weights"])
-    engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-    if asleep:
-        engine.wake_up(tags=["kv_cache"])
-    engine.reset_prefix_cache()
+
+    def generate(self, batches: list[tuple]) -> list[list[tuple]]:
+        """[(token ids, [])] for each batch (prompts, random seed)."""
+        device = self.model.device
+        generators = [device] if device.type == "cuda" else []
+        outputs = []
+        for prompts, seed in tqdm(batches, "sampling", leave=False, disable=dist.get_rank() != 0):
+            rows = [torch.tensor(ids, device=device) for ids in prompts]
+            ones = [torch.ones_like(row) for row in rows]
+            input_ids = pad_sequence(rows, batch_first=True, padding_side="left")
+            attention_mask = pad_sequence(ones, batch_first=True, padding_side="left")
+            width = input_ids.shape[1]
+            with torch.random.fork_rng(generators):
+                torch.manual_seed(seed)
+                ids = self.model.generate(
+                    input_ids,
+                    attention_mask=attention_mask,
+                    max_length=min(width + self.max_new_tokens, self.max_length),
+                    **self.options,
+                )
+            completions = ids[:, width:].tolist()
+            outputs.append([(completion, []) for completion in completions])
+        return outputs
+
+    def logps(self, input_ids, mask, reported):
+        return token_logps(self.model, input_ids, mask)[mask.bool()]
 
 
-# === Sampling ===
-@torch.no_grad()
-def generate(engine, prompts: list[list[int]], args, tokens, seed):
-    """Samples a completion of every prompt, on all ranks, and gives all of them to every rank.
+class VllmEngine:
+    """vLLM in this process, one for each rank. On a GPU it sleeps while the policy trains, without memory."""
 
-    A batch of prompts has its own random seed, so that samples do not depend on the number of ranks.
+    def __init__(self, settings):
+        for name in ("RANK", "LOCAL_RANK"):  # it asks for them without torchrun too
+            os.environ.setdefault(name, "0")
+        from vllm import LLM, SamplingParams, _custom_ops
 
-    Returns:
-        Token ids up to and with the end of turn; and vLLM's log-probs of the first 8, for a check.
-    """
-    rank = dist.get_rank()
-    world = dist.get_world_size()
-    if isinstance(engine, torch.nn.Module):
-        batch_size = args.generation_batch_size
-        generate_batches = generate_with_transformers
-    else:
-        batch_size = 1
-        generate_batches = generate_with_vllm
-    batches = {}  # {position of its first prompt: prompts}
-    seeds = {}
-    for first in range(rank * batch_size, len(prompts), world * batch_size):
-        batches[first] = prompts[first : first + batch_size]
-        seeds[first] = int(np.random.SeedSequence((*seed, first)).generate_state(1)[0])
-    own_samples = generate_batches(engine, batches, seeds, args, tokens)
-    parts = [None] * world
-    dist.all_gather_object(parts, own_samples)
-    samples = {}
-    for part in parts:
-        samples |= part
-    ids, logps = [], []
-    for first in sorted(samples):
-        for sample_ids, sample_logps in samples[first]:
-            ids.append(sample_ids)
-            logps.append(sample_logps)
-    return ids, logps
-
-
-def generate_with_vllm(engine, batches, seeds, args, tokens):
-    """{first: [(token ids, log-probs)]}."""
-    from vllm import SamplingParams
-
-    requests, params = [], []
-    for first, prompts in batches.items():
-        requests.append({"prompt_token_ids": list(prompts[0])})
-        logprobs = 0 if first < 8 else None  # those of all samples would take as long as sampling
-        params.append(
-            SamplingParams(
-                seed=seeds[first],
-                logprobs=logprobs,
-                max_tokens=args.max_new_tokens,
-                temperature=args.temperature,
-                top_p=args.top_p,
-                ignore_eos=True,  # vLLM's own; ours are the stop tokens
-                stop_token_ids=list(tokens.eos_ids),
-                detokenize=False,
-            )
+        self.sleeps = settings.device.type == "cuda"
+        if self.sleeps:
+            memory = {"gpu_memory_utilization": settings.vllm_memory, "enable_sleep_mode": True}
+        else:
+            _custom_ops._supports_onednn = False  # its packed weights would stay the old ones
+            memory = {"kv_cache_memory_bytes": 2**30, "enforce_eager": True}
+        self.llm = LLM(
+            settings.model,
+            dtype=settings.dtype,
+            trust_remote_code=settings.trust_remote_code,
+            max_model_len=settings.max_length,
+            skip_tokenizer_init=True,
+            load_format="dummy",  # `update` brings the weights
+            hf_overrides={"head_dtype": "float32"},  # logits as exact as token_logps'
+            generation_config="vllm",  # none of the model's own settings
+            logprobs_mode="raw_logprobs",  # before temperature and nucleus
+            distributed_executor_backend="external_launcher",  # in this process
+            **memory,
         )
-    results = engine.generate(requests, params, use_tqdm=dist.get_rank() == 0)
-    samples = {}
-    for first, result in zip(batches, results, strict=True):
-        output = result.outputs[0]
-        ids = list(output.token_ids)
-        logps = [step[token].logprob for token, step in zip(ids, output.logprobs or [])]
-        samples[first] = [(ids, logps)]
-    return samples
+        self.llm.llm_engine.engine_core._finalizer.detach()  # it would destroy our process group
+        gc.unfreeze()  # vLLM froze it
+        self.batch_size = 1  # it makes its own batches
+        self.params = SamplingParams(
+            max_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            ignore_eos=True,  # vLLM's own; ours are the stop tokens
+            stop_token_ids=list(settings.eos_ids),
+            detokenize=False,
+        )
+
+    def update(self, weights):
+        asleep = self.llm.llm_engine.is_sleeping()
+        if asleep:
+            self.llm.wake_up(tags=["weights"])
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+        self.llm.reset_prefix_cache()
+
+    def generate(self, batches: list[tuple]) -> list[list[tuple]]:
+        """[(token ids, log-probs)] for each batch ([prompt], random seed)."""
+        requests = []
+        params = []
+        for i, (prompts, seed) in enumerate(batches):
+            requests.append({"prompt_token_ids": list(prompts[0])})
+            own = self.params.clone()
+            own.seed = seed
+            own.logprobs = 0 if i < CHECKED else None  # those of all would take as long as sampling
+            params.append(own)
+        outputs = []
+        for result in self.llm.generate(requests, params):
+            output = result.outputs[0]
+            ids = list(output.token_ids)
+            logps = []
+            for token, candidates in zip(ids, output.logprobs or []):
+                logps.append(candidates[token].logprob)
+            outputs.append([(ids, logps)])
+        if self.sleeps:
+            self.llm.sleep(level=2)
+        return outputs
+
+    def logps(self, input_ids, mask, reported):
+        return torch.tensor(sum(reported, []), device=mask.device)
 
 
-def generate_with_transformers(engine, batches, seeds, args, tokens):
-    """{first: [(token ids, None)]}."""
-    device = engine.device
-    options = {
-        "max_new_tokens": args.max_new_tokens,
-        "do_sample": args.temperature > 0,
-        "top_k": 0,
-        "eos_token_id": list(tokens.eos_ids),
-        "pad_token_id": tokens.pad_id,
-    }
-    if args.temperature > 0:
-        options |= {"temperature": args.temperature, "top_p": args.top_p}
-    generators = [device] if device.type == "cuda" else []
-    samples = {}
-    bar = tqdm(
-        batches.items(), "sampling with transformers", unit="batch", leave=False, disable=dist.get_rank() != 0
+CHECKED = 8  # samples of every round whose log-probs the policy must have too
+
+
+@dataclass
+class Sampler:
+    """Samples of the policy, and their rewards."""
+
+    model: str  # folder or Hub name
+    tokenizer: transformers.PreTrainedTokenizerBase
+    eos_ids: set[int]
+    dtype: torch.dtype  # of the engine and the reward model
+    device: torch.device
+    engine: str  # vllm, hf, or auto: vLLM where installed
+    max_length: int  # of prompt and completion, tokens
+    max_new_tokens: int
+    temperature: float  # 0: greedy
+    top_p: float
+    batch_size: int  # sequences, for hf
+    vllm_memory: float  # share of a GPU's
+    trust_remote_code: bool
+    reward_model: str = ""  # folder or Hub name of a classifier with one output
+
+    def __post_init__(self):
+        self.running = None  # the engine, which starts when it is needed first
+        if self.reward_model:
+            self.judge = load_reward_model(
+                self.reward_model,
+                self.dtype,
+                self.device,
+                self.trust_remote_code,
+            )
+
+    @torch.no_grad()
+    def sample(self, policy, prompts: list[Example], count: int, seed: tuple):
+        """`count` samples for every prompt, on all ranks together, and all of them on every rank.
+
+        Returns:
+            A list for each prompt, and metrics. Raises ValueError if the engine's model is not the policy.
+        """
+        started = time.perf_counter()
+        if self.running is None:
+            engine = TransformersEngine
+            if self.engine == "vllm" or (self.engine == "auto" and find_spec("vllm")):
+                engine = VllmEngine
+            self.max_length = min(self.max_length, max_positions(policy.config))
+            self.running = engine(self)
+        # One gathered parameter at a time: never a second whole model.
+        named = policy.named_parameters()
+        self.running.update((name, parameter.full_tensor()) for name, parameter in named)
+
+        repeated = [prompt for prompt in prompts for _ in range(count)]
+        outputs = self.generate([prompt.prompt_ids for prompt in repeated], seed)
+        samples = []
+        reported = []  # log-probs
+        for prompt, (ids, logps) in zip(repeated, outputs):
+            sample = prompt._replace(
+                completion_ids=ids,
+                reward=math.nan,
+                text=decode_completion(self.tokenizer, prompt, ids),
+                finished=ids[-1] in self.eos_ids,
+            )
+            samples.append(sample)
+            reported.append(logps)
+        difference = self.check_engine(policy, samples[:CHECKED], reported[:CHECKED])
+        if self.reward_model:
+            rewards = reward_scores(*self.judge, samples).tolist()
+            for i, reward in enumerate(rewards):
+                samples[i] = samples[i]._replace(reward=reward)
+
+        metrics = {"rollout/logp_diff_mean": difference}
+        for name, values in sample_statistics(samples).items():
+            metrics[f"rollout/{name}_mean"] = values.mean().item()
+        metrics["perf/rollout_time"] = time.perf_counter() - started
+        by_prompt = [samples[i : i + count] for i in range(0, len(samples), count)]
+        return by_prompt, metrics
+
+    def generate(self, prompts: list[list[int]], seed: tuple) -> list[tuple]:
+        """(token ids up to and with the end of turn, log-probs) of every prompt, of all ranks.
+
+        A batch of prompts has its own random seed, so that samples do not depend on the number of ranks.
+        """
+        rank = dist.get_rank()
+        world = dist.get_world_size()
+        size = self.running.batch_size
+        batches = []  # (prompts, random seed)
+        for first in range(0, len(prompts), size):
+            sequence = np.random.SeedSequence((*seed, first))
+            batch_seed = int(sequence.generate_state(1)[0])
+            batches.append((prompts[first : first + size], batch_seed))
+        own = self.running.generate(batches[rank::world])
+        of_ranks = [None] * world
+        dist.all_gather_object(of_ranks, own)
+
+        outputs = []
+        for i in range(len(batches)):
+            for ids, logps in of_ranks[i % world][i // world]:
+                end = next((i for i, token in enumerate(ids, 1) if token in self.eos_ids), len(ids))
+                outputs.append((ids[:end], logps))
+        return outputs
+
+    def check_engine(self, policy, samples: list[Example], reported: list) -> float:
+        """Mean |log-prob of the engine - the policy's| over the samples' tokens, in nats."""
+        input_ids, mask = pad_batch(samples, policy.device)
+        logps = token_logps(policy, input_ids, mask)[mask.bool()]
+        of_engine = self.running.logps(input_ids, mask, reported)
+        difference = (logps - of_engine).abs().mean().item()
+        limit = 0.1 if self.dtype == torch.bfloat16 else 1e-4
+        if not difference <= limit:  # nan neither
+            raise ValueError(f"the engine samples another model: log-probs differ by {difference} nats")
+        return difference
+
+
+# === Rewards ===
+def load_reward_model(name: str, dtype, device, trust_remote_code: bool = False):
+    """A classifier with one output, and its tokenizer."""
+    model = load_pretrained(
+        AutoModelForSequenceClassification,
+        name,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
     )
-    for first, prompts in bar:
-        rows = [torch.tensor(ids, device=device) for ids in prompts]
-        ones = [torch.ones_like(row) for row in rows]
-        input_ids = pad_sequence(rows, batch_first=True, padding_side="left", padding_value=tokens.pad_id)
-        attention_mask = pad_sequence(ones, batch_first=True, padding_side="left")
-        with torch.random.fork_rng(generators):
-            torch.manual_seed(seeds[first])
-            output = engine.generate(input_ids=input_ids, attention_mask=attention_mask, **options)
-        samples[first] = []
-        completions = output[:, input_ids.shape[1] :]
-        for ids in completions.tolist():
-            end = next((i for i, token in enumerate(ids, 1) if token in tokens.eos_ids), len(ids))
-            samples[first].append((ids[:end], None))
-    return samples
+    outputs = model.config.num_labels
+    if outputs != 1 and not trust_remote_code:  # ArmoRM's code has its own `score`
+        raise ValueError(f"it has {outputs} outputs; it must have one")
+    tokenizer = AutoTokenizer.from_pretrained(
+        name,
+        trust_remote_code=trust_remote_code,
+        mistral_format=False,
+    )
+    return model.to(device).eval(), tokenizer
 
 
-@torch.no_grad()
-def engine_difference(engine, policy, examples: list[Example], engine_logps: list, pad_id: int):
-    """Mean |log-prob of the engine - the policy's| over the examples' tokens, in nats."""
-    input_ids, mask = pad_batch(examples, pad_id, policy.device)
-    logps = token_logps(policy, input_ids, mask)[mask.bool()]
-    if isinstance(engine, torch.nn.Module):
-        reported = token_logps(engine, input_ids, mask)[mask.bool()]
-    else:
-        values = []
-        for sample_logps in engine_logps[: len(examples)]:
-            values += sample_logps
-        reported = logps.new_tensor(values)
-    return (logps - reported).abs().mean().item()
-
-
-def load_reward_model(name, dtype, device, trust_remote_code):
-    """A classifier with one output, and its tokenizer. Raises ValueError if it has more."""
-    options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-    model = load_pretrained(AutoModelForSequenceClassification, name, **options).to(device).eval()
-    if model.config.num_labels != 1 and not trust_remote_code:  # ArmoRM's code has its own `score`
-        raise ValueError(f"the model has {model.config.num_labels} outputs, and a reward model has one")
-    return model, load_tokenizer(name, trust_remote_code)
-
-
-def reward_input(tokenizer, sample: Example):
-    """What a reward model reads: prompt and completion, in its chat template if it has one.
+def reward_input(tokenizer, sample: Example) -> str:
+    """What a reward model reads: the conversation in its chat template, if it has one.
 
     A completion that is not finished stands without the end of its turn.
     """
+    messages = as_messages(sample.prompt)
     if tokenizer.chat_template:
-        messages = to_messages("user", sample.prompt) + to_messages("assistant", sample.text)
-        try:
-            return render(tokenizer, messages, continue_final_message=not sample.finished)
-        except ValueError:  # the template does not keep the end of the text
-            return render(tokenizer, messages)
-    prompt = sample.prompt
-    if isinstance(prompt, list):
-        prompt = "\n".join(message["content"] for message in prompt)
-    if sample.finished and tokenizer.eos_token:
-        return prompt + sample.text + tokenizer.eos_token
-    return prompt + sample.text
+        answered = [*messages, {"role": "assistant", "content": sample.text}]
+        return render(tokenizer, answered, continue_final_message=not sample.finished)
+    prompt = "\n".join(message["content"] for message in messages)
+    text = prompt + sample.text
+    if sample.finished:
+        return text + (tokenizer.eos_token or "")
+    return text
 
 
 @torch.no_grad()
 def reward_scores(model, tokenizer, samples: list[Example]):
     """A reward model's one output, or its own code's `score` (ArmoRM), (N,) float64 on the CPU."""
-    config = model.config.get_text_config()
     encoded = []
     for sample in samples:
         text = reward_input(tokenizer, sample)
         ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids
-        check_ids(tokenizer, ids, config.vocab_size)
-        encoded.append(ids)
-    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))  # little padding
-    longest = len(encoded[order[-1]])
-    if config.pad_token_id in range(config.vocab_size):
-        padding = config.pad_token_id  # by which the model finds the last token
-        size = max(1, 16384 // longest)
-    else:
-        padding = 0
+        if mostly_unknown(tokenizer, ids):
+            raise ValueError("--reward-model: most tokens of a sample are unknown to its tokenizer")
+        encoded.append(torch.tensor(ids, device=model.device))
+    shortest_first = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
+    longest = len(encoded[shortest_first[-1]])
+    size = max(1, 16384 // longest)
+    pad_id = model.config.get_text_config().pad_token_id
+    if pad_id is None:  # without one the model cannot find the last token of a padded row
+        pad_id = 0
         size = 1
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     scores = torch.zeros(len(encoded), dtype=torch.float64, device=model.device)
-    for first in range(dist.get_rank() * size, len(order), dist.get_world_size() * size):
-        batch = order[first : first + size]
-        rows = [torch.tensor(encoded[i], device=model.device) for i in batch]
+    for first in range(rank * size, len(encoded), world * size):
+        indices = shortest_first[first : first + size]
+        rows = [encoded[i] for i in indices]
         ones = [torch.ones_like(row) for row in rows]
-        input_ids = pad_sequence(rows, batch_first=True, padding_value=padding)
+        input_ids = pad_sequence(rows, batch_first=True, padding_value=pad_id)
         attention_mask = pad_sequence(ones, batch_first=True)
         output = model(input_ids=input_ids, attention_mask=attention_mask)
         score = output.score if hasattr(output, "score") else output.logits  # (b,) or (b, 1)
-        scores[batch] = score.double().view(len(batch))
+        scores[indices] = score.double().view(len(indices))
     dist.all_reduce(scores)
+    if not scores.isfinite().all():
+        raise ValueError("the scores of --reward-model are not finite")
     return scores.cpu()
-
-
-class Sampler:
-    """Samples of the policy, and their rewards."""
-
-    def __init__(self, args, config, tokens, dtype, device):
-        self.args = args
-        self.tokens = tokens
-        self.dtype = dtype
-        self.device = device
-        self.engine = None  # starts when it is needed first
-        self.reward_model = None
-        self.metrics = {}  # of the last call of `sample`
-        positions = max_positions(config.get_text_config())
-        self.max_length = min(args.max_prompt_length + args.max_new_tokens, positions)
-        if args.engine == "vllm" and not find_spec("vllm"):
-            raise ValueError("--engine vllm needs vllm; see the README")
-        name = getattr(args, "reward_model", "")
-        if name:
-            try:
-                self.reward_model = load_reward_model(name, dtype, device, args.trust_remote_code)
-            except Exception as error:
-                raise ValueError(f"--reward-model {name}: {error}") from error
-
-    def sample(self, policy, prompts: list[Example], count: int, seed):
-        """`count` samples per prompt. Raises ValueError if the engine differs or a value is not finite."""
-        started = time.perf_counter()
-        if self.engine is None:
-            self.engine = start_engine(self.args, self.dtype, self.device, self.max_length)
-        update_engine(self.engine, policy)
-        repeated = [prompt for prompt in prompts for _ in range(count)]
-        ids, logps = self.generate([prompt.prompt_ids for prompt in repeated], seed)
-        texts = self.tokens.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        samples = []
-        for prompt, completion_ids, text in zip(repeated, ids, texts):
-            sample = prompt._replace(completion_ids=completion_ids, text=text, reward=math.nan)
-            samples.append(sample._replace(finished=completion_ids[-1] in self.tokens.eos_ids))
-        difference = self.check_engine(policy, samples[:8], logps)
-        if self.reward_model:
-            samples = self.score(samples)
-        self.metrics = {"rollout/logp_diff_mean": difference}
-        for name, values in sample_statistics(samples).items():
-            self.metrics[f"rollout/{name}_mean"] = values.mean().item()
-        self.metrics["perf/rollout_time"] = time.perf_counter() - started
-        return [samples[first : first + count] for first in range(0, len(samples), count)]
-
-    def generate(self, prompts: list[list[int]], seed):
-        try:
-            ids, logps = generate(self.engine, prompts, self.args, self.tokens, seed)
-        except RuntimeError as error:
-            if re.search("probability tensor|device-side assert", str(error)):
-                raise ValueError(f"the policy's probabilities are {DIVERGED}") from error
-            raise
-        if not isinstance(self.engine, torch.nn.Module) and self.device.type == "cuda":
-            self.engine.sleep(level=2)  # gives its memory back to training
-        return ids, logps
-
-    def check_engine(self, policy, samples: list[Example], engine_logps: list):
-        """Raises ValueError if the engine's log-probs are not the policy's."""
-        difference = engine_difference(self.engine, policy, samples, engine_logps, self.tokens.pad_id)
-        if not math.isfinite(difference):
-            raise ValueError(f"the policy's log-probs are {DIVERGED}")
-        limit = 0.1 if self.args.dtype == "bfloat16" else 1e-4
-        if difference > limit:
-            name = self.args.engine
-            raise ValueError(f"--engine {name} samples another model: log-probs differ by {difference} nats")
-        return difference
-
-    def score(self, samples: list[Example]):
-        """The samples with their rewards."""
-        name = self.args.reward_model
-        model, tokenizer = self.reward_model
-        try:
-            rewards = reward_scores(model, tokenizer, samples)
-        except (ArithmeticError, IndexError, RuntimeError) as error:
-            raise ValueError(f"--reward-model {name}: {error}") from error
-        if not rewards.isfinite().all():
-            raise ValueError(f"the scores of --reward-model {name} are {DIVERGED}")
-        return [sample._replace(reward=reward) for sample, reward in zip(samples, rewards.tolist())]
-
-    def evaluate(self, policy, prompts: list[Example], initial: dict):
-        """Statistics of one sample per prompt, and the samples. Wins are against `initial`."""
-        chosen = prompts[: self.args.eval_samples]
-        if not chosen:
-            return {}, []
-        samples = [group[0] for group in self.sample(policy, chosen, 1, (self.args.seed, 0))]
-        baseline = initial.setdefault("samples", samples)
-        statistics = sample_statistics(samples)
-        if "reward" in statistics:
-            initial_rewards = torch.tensor([sample.reward for sample in baseline], dtype=torch.float64)
-            statistics["win_rate"] = win_rate(statistics["reward"], initial_rewards)
-        return {f"eval/{name}": values for name, values in statistics.items()}, samples
 
 
 # === Statistics ===
 def sample_statistics(samples: list[Example]) -> dict:
     """Length in tokens, whether finished, and reward if there is one, (N,) float64 each."""
-    columns = {
-        "length": [len(sample.completion_ids) for sample in samples],
-        "finished": [sample.finished for sample in samples],
+    lengths = [len(sample.completion_ids) for sample in samples]
+    finished = [sample.finished for sample in samples]
+    rewards = [sample.reward for sample in samples]
+    statistics = {
+        "length": torch.tensor(lengths, dtype=torch.float64),
+        "finished": torch.tensor(finished, dtype=torch.float64),
     }
-    if not math.isnan(samples[0].reward):
-        columns["reward"] = [sample.reward for sample in samples]
-    return {name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()}
+    if not math.isnan(rewards[0]):
+        statistics["reward"] = torch.tensor(rewards, dtype=torch.float64)
+    return statistics
 
 
 def win_rate(rewards, baseline):
@@ -916,15 +885,16 @@ def win_rate(rewards, baseline):
 
 
 def means(metrics: dict[str, torch.Tensor]):
-    """Means and standard errors (sample deviation / √n; 0 for one value).
+    """{name: (mean, standard error)}; the error is the sample deviation / √n, 0 for one value.
 
     Raises ValueError if a value is not finite.
     """
     pairs = {}
     for name, values in metrics.items():
-        if not values.isfinite().all():
-            raise ValueError(f"{name} {DIVERGED}")
         values = values.double()
-        deviation = values.std(correction=min(1, len(values) - 1))
-        pairs[name] = (values.mean().item(), deviation.item() / math.sqrt(len(values)))
+        if not values.isfinite().all():
+            raise ValueError(f"{name} is not finite: look at model and data, or lower --lr")
+        n = len(values)
+        deviation = values.std(correction=min(1, n - 1))
+        pairs[name] = (values.mean().item(), deviation.item() / math.sqrt(n))
     return pairs

@@ -4,8 +4,8 @@
     python benchmark/cuda_check.py --only sync speed    # rows whose names begin so
 
 Prints a table, in under eight minutes (--limit). "not here" is what the machine lacks. Exit code 1 if a row
-is WRONG, or "not run" because the time was over. Most rows read short runs of the scripts on the toys. Runs
-share processes, and a row's seconds are those of all it waited for.
+is WRONG, or "not run" because the time was over. Most rows read short runs of the scripts on the toys, which
+share processes: a row's seconds are those of all it waited for.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,17 +28,10 @@ from pathlib import Path
 import torch
 import transformers
 import tyro
-from scripts import ROOT, load_script, parse_args
-from step import machine
+from safetensors.torch import load_file
+from scripts import ROOT, load_script, machine, parse_args
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Gemma2Config,
-    LlamaConfig,
-    PhiConfig,
-    Qwen2Config,
-)
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PhiConfig, Qwen2Config
 
 import utils
 
@@ -53,28 +46,21 @@ SCRIPTS = {  # the toy's data, a step's batch, sampling
 }
 LAYOUTS = {  # the process that makes its runs, --micro-batch-tokens
     "whole": ("one", 0),
-    "parts": ("one", 128),
-    "ranks": ("all", 256 // RANKS),
+    "parts": ("all", 256 // RANKS),
 }
 K = {"float32": 1, "bfloat16": 3}  # steps between syncs
-# Another layout adds the same numbers in another order; in bf16 the gradient of each pass is rounded, to
-# 2^-9.
+# Another layout adds in another order; in bf16 the gradient of each pass is rounded, to 2^-9.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 MODEL, LENGTH = ("qwen2.5-1.5b", 1024) if CUDA else ("toy", 64)
 # Two passes of four pairs on every rank.
-STEP = f"--script dpo --model {MODEL} --dtype bfloat16 --ranks {GPUS} --batch-size {8 * GPUS}"
-STEP += f" --micro-batch-tokens {4 * 2 * LENGTH}"
+STEP = f"--json --model {MODEL} --dtype bfloat16 --ranks {GPUS} --micro-batch-tokens {4 * 2 * LENGTH}"
 
 
 @dataclass
 class Args:
     only: tuple[str, ...] = ("",)  # beginnings of the names of rows
-    limit: float = 470  # seconds for everything; a process that takes half of them hangs
+    limit: float = 470  # seconds for everything
     plan: str = ""  # for the check itself: a file with the runs that a process of it makes
-
-
-class OutOfTime(Exception):
-    pass
 
 
 def need(holds: bool, problem: str):
@@ -82,33 +68,23 @@ def need(holds: bool, problem: str):
         raise ValueError(problem)
 
 
-# --- runs ---
+def last_line(text: str) -> str:
+    lines = text.strip().splitlines() or ["it said nothing"]
+    return lines[-1].strip()
 
 
 @dataclass
 class Runs:
     folder: Path
     plan: dict[str, tuple[str, str, str]]  # {name: (process, script, flags)}
-    limit: float  # seconds for everything
-    started: float = field(default_factory=time.monotonic)
-
-    def seconds(self) -> float:
-        """That are left."""
-        return self.started + self.limit - time.monotonic()
+    ends: float  # when the time for everything is over, on the monotonic clock
 
     def logs(self, name: str) -> list[Path]:
         """Of a run, one for each rank; [] if it has not begun."""
         return sorted(self.folder.glob(f"{name}.[0-9]"))
 
     def launch(self, command: str, ranks: int, log: Path) -> str:
-        """Runs a Python command, under torchrun if there are several ranks. Returns what went wrong, or "".
-
-        Raises OutOfTime if the time for everything is over first.
-        """
-        longest = self.limit / 2
-        seconds = min(longest, self.seconds())
-        if seconds < 1:
-            raise OutOfTime
+        """Runs a Python command, torchrun's if there are several ranks. Returns what went wrong, or ""."""
         words = [sys.executable]
         if ranks > 1:
             words += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -116,33 +92,18 @@ class Runs:
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
         environment |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         with log.open("w") as file:
-            process = subprocess.Popen(
-                words,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
-            try:
-                failed = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                if seconds < longest:
-                    raise OutOfTime from None
-                return f"no end after {seconds:.0f} s"
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # its ranks too
+            options = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
+            process = subprocess.Popen(words, env=environment, **options)
+        try:
+            failed = process.wait(self.ends - time.monotonic())
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its ranks too
         return last_line(log.read_text()) if failed else ""
 
 
-def last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
-
-
 def all_runs(folder: Path) -> dict[str, tuple[str, str, str]]:
-    """Six steps of every script in two dtypes and three layouts, the same stopped after three and resumed;
-    and three steps with samples."""
+    """Six steps of every script in two dtypes and layouts, stopped after three and resumed; and samples."""
     plan = {}
     for script, (toy, batch, sampling) in SCRIPTS.items():
         data = folder / f"{script}.jsonl"
@@ -154,16 +115,13 @@ def all_runs(folder: Path) -> dict[str, tuple[str, str, str]]:
         for dtype, k in K.items():
             for layout, (process, tokens) in LAYOUTS.items():
                 name = f"{script}-{dtype}-{layout}"
-                offline = (
-                    f"--dtype {dtype} --k {k} --micro-batch-tokens {tokens} --engine hf --eval-samples 0"
-                )
-                offline += " --keep-checkpoints 0 --checkpoint-every"
+                offline = f"--dtype {dtype} --k {k} --micro-batch-tokens {tokens} --engine hf"
+                offline += " --eval-samples 0 --keep-checkpoints 0 --checkpoint-every"
                 whole = f"{flags}/{name} {offline} {every} --num-steps 6"
                 half = f"{flags}/{name}-half {offline} 3 --num-steps 3"
                 plan[name] = (process, script, whole)
                 plan[f"{name}-half"] = (process, script, half)
-                again = "again" if process == "one" else process
-                plan[f"{name}-again"] = (again, script, f"--resume {folder}/{name}-half --num-steps 6")
+                plan[f"{name}-again"] = ("again", script, f"--resume {folder}/{name}-half --num-steps 6")
         for engine, process in (("hf", "all"), ("vllm", f"{script}-vllm")):
             name = f"{script}-{engine}"
             online = f"{sampling} --engine {engine} --eval-samples 16 --max-new-tokens 24"
@@ -179,7 +137,6 @@ def make(plan: Path):
         # A store for each run, at a port that the system hands to nobody, the same in all ranks of torchrun.
         port = 32000 + (os.getppid() + number) % 768
         os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": ""}
-        torch.set_float32_matmul_precision("highest")  # what a process begins with
         with (
             open(f"{log}.{rank}", "w") as file,
             contextlib.redirect_stdout(file),
@@ -198,14 +155,12 @@ def make(plan: Path):
 
 
 def metrics(runs: Runs, name: str) -> list[dict]:
-    """Of a run, which is made now, before all that share its process. A RuntimeError says what ended it."""
+    """Of a run, which is made now, before all that share its process."""
     if not runs.logs(name):
         make_process(runs, name)
     texts = [log.read_text() for log in runs.logs(name)]
     if last_line(texts[0]) != "done":
         errors = [last_line(text) for text in texts if "Traceback" in text or "error: " in text]
-        if not errors and runs.seconds() < 1:
-            raise OutOfTime
         reason = errors[0] if errors else "it did not end"
         raise RuntimeError(f"{name}: {reason}")
     folder = runs.folder / name.replace("-again", "-half")
@@ -219,17 +174,12 @@ def metrics(runs: Runs, name: str) -> list[dict]:
 def make_process(runs: Runs, name: str):
     """Makes a run, and then those of its process that have not begun."""
     process = runs.plan[name][0]
-    due = [name]
-    for key, run in runs.plan.items():
-        if run[0] == process and key != name and not runs.logs(key):
-            due.append(key)
-    plan = []
-    for key in due:
-        _, script, flags = runs.plan[key]
-        plan.append((str(runs.folder / key), script, flags))
+    due = [key for key, run in runs.plan.items() if run[0] == process and not runs.logs(key)]
+    due.sort(key=lambda key: key != name)
+    plan = [(str(runs.folder / key), *runs.plan[key][1:]) for key in due]
     file = runs.folder / f"{process}.json"
     file.write_text(json.dumps(plan))
-    ranks = RANKS if process == "all" else 1
+    ranks = RANKS if process in ("all", "again") else 1
     problem = runs.launch(f"{__file__} --plan {file}", ranks, file.with_suffix(".log"))
     need(bool(runs.logs(name)), f"{name} did not begin: {problem}")
 
@@ -239,31 +189,20 @@ def make_process(runs: Runs, name: str):
 
 def log_probs(runs: Runs, dtype: str) -> str:
     """token_logps and its gradient against all logits in fp64, in bf16 from the same hidden states."""
-    sizes = {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    }
+    sizes = dict(vocab_size=512, hidden_size=64, intermediate_size=128)
+    sizes |= dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
     configs = [
         LlamaConfig(**sizes),
         Qwen2Config(**sizes, tie_word_embeddings=True),
         PhiConfig(**sizes),  # its head has a bias
         Gemma2Config(**sizes, head_dim=32, final_logit_softcapping=3.0),
     ]
-    precision = "high" if dtype == "bfloat16" else "highest"  # as the scripts do
-    torch.set_float32_matmul_precision(precision)
     torch.manual_seed(0)
-    examples = []
-    for n in (1, 7, 30):
-        examples.append(utils.Example(0, "", list(range(n)), list(range(3 * n, 9 * n))))
-    device = torch.device("cuda") if CUDA else torch.device("cpu")
-    input_ids, mask = utils.pad_batch(examples, 0, device)
+    examples = [utils.Example("", list(range(n)), list(range(3 * n, 9 * n))) for n in (1, 7, 30)]
+    input_ids, mask = utils.pad_batch(examples, "cuda" if CUDA else "cpu")
     worst = worst_gradient = 0.0
     for config in configs:
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).to(device)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).to(input_ids.device)
         exact = copy.deepcopy(model).double() if dtype == "float32" else model
         expected = plain_logps(exact, input_ids) * mask[:, 1:]
         logps = utils.token_logps(model, input_ids, mask)[:, 1:]
@@ -298,8 +237,7 @@ def flat_gradient(model, logps, weights):
 
 
 def same(runs: Runs, *names: str) -> str:
-    """The largest relative difference of loss, gradient norm and log-ratios in pairs of runs, where 0.1 is
-    the least size.
+    """The largest relative difference in pairs of runs, where 0.1 is the least size.
 
     Noise that an update turns into other weights grows from step to step, so in bf16 it is the first three
     steps, between dtypes the first. There the gradient's norm is the first step's alone: later some token's
@@ -333,13 +271,14 @@ def saved(runs: Runs, name: str, step: int) -> dict:
     return torch.load(file, map_location="cpu")
 
 
+def final(runs: Runs, name: str) -> dict:
+    """The tensors that the run exported."""
+    return load_file(runs.folder / name / "final" / "model.safetensors")
+
+
 def differing(weights: dict, others: dict) -> list[str]:
     """Names of the weights that are not the others, cast to their dtype."""
-    names = []
-    for name, weight in weights.items():
-        if not torch.equal(weight, others[name].to(weight.dtype)):
-            names.append(name)
-    return names
+    return [name for name, weight in weights.items() if not weight.equal(others[name].to(weight.dtype))]
 
 
 def sync(runs: Runs, name: str) -> str:
@@ -369,161 +308,106 @@ def resume(runs: Runs, whole: str, half: str, again: str) -> str:
     first = metrics(runs, whole)
     metrics(runs, half)
     second = metrics(runs, again)
-    worst = 0.0
-    for a, b in zip(first, second, strict=True):
-        for key in a:
-            worst = max(worst, abs(a[key] - b[key]))
-    need(first == second, f"metrics differ by {worst:.0e}")
-    need(final_bytes(runs, whole) == final_bytes(runs, half), "the final weights differ")
+    need(first == second, f"the last step's metrics are {second[-1]}, and not {first[-1]}")
+    names = differing(final(runs, whole), final(runs, half))
+    need(not names, f"the final weights differ: {names}")
     return "metrics and final weights equal bit for bit"
 
 
-def final_bytes(runs: Runs, name: str) -> list[bytes]:
-    files = sorted((runs.folder / name / "final").glob("*.safetensors"))
-    return [file.read_bytes() for file in files]
-
-
 def export(runs: Runs, name: str) -> str:
-    """final/ has the last checkpoint's weights, and to transformers alone the run's own margin."""
-    start = metrics(runs, name)[0]
-    folder = runs.folder / name
-    model = AutoModelForCausalLM.from_pretrained(folder / "final")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "final")
-    names = differing(model.state_dict(), saved(runs, name, 6)["policy"])
+    """final/ has the last checkpoint's weights."""
+    metrics(runs, name)
+    names = differing(final(runs, name), saved(runs, name, 6)["policy"])
     need(not names, f"other weights than the last checkpoint's: {names}")
-    margins = []
-    for line in (runs.folder / "dpo.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        chosen = completion_logp(model, tokenizer, row["prompt"], row["chosen"])
-        rejected = completion_logp(model, tokenizer, row["prompt"], row["rejected"])
-        margins.append(chosen - rejected)
-    initial = start["logps/chosen"] - start["logps/rejected"]
-    margin = sum(margins) / len(margins) - initial
-    args = json.loads((folder / "args.json").read_text())
-    summary = json.loads((folder / "summary.json").read_text())
-    evaluated = summary["after"]["eval/margin"][0] / args["beta"]
-    difference = abs(margin - evaluated)
-    need(difference < 1e-3, f"its margin is {margin:.4f} nats, and was {evaluated:.4f}")
-    return f"weights bit for bit, margin {evaluated:.3f} nats to {difference:.0e}"
-
-
-@torch.no_grad()
-def completion_logp(model, tokenizer, prompt: str, completion: str) -> float:
-    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-    before = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    ids = tokenizer(text, return_tensors="pt").input_ids
-    first = len(tokenizer(before).input_ids)
-    logps = model(ids).logits[0, first - 1 : -1].log_softmax(-1)
-    return logps.gather(1, ids[0, first:, None]).sum().item()
+    return "the last checkpoint's weights bit for bit"
 
 
 def sampling(runs: Runs, name: str) -> str:
     """Rounds of samples. The script itself stops where the engine's log-probs are not the policy's."""
     steps = metrics(runs, name)
     need(len(steps) == 3 and all(step["grad_norm"] > 0 for step in steps), "a step has no gradient")
-    worst = max(step["rollout/logp_diff_mean"] for step in steps)
-    return f"three steps, rollout/logp_diff_mean {worst:.0e} nats"
+    differences = [step["rollout/logp_diff_mean"] for step in steps if "rollout/logp_diff_mean" in step]
+    return f"three steps, rollout/logp_diff_mean {max(differences):.0e} nats"
 
 
-def step_time(runs: Runs) -> str:
-    """Four steps of DPO, humanline at k = 1."""
-    log = runs.folder / "step.log"
-    flags = f"--json --arms k=1 --steps 4 --length {LENGTH} {STEP}"
-    problem = runs.launch(f"{ROOT}/benchmark/step.py {flags}", 1, log)
-    need(not problem, problem)
-    arm = json.loads(last_line(log.read_text()))["arms"]["k=1"]
-    (runs.folder / "step.json").write_text(json.dumps(arm))
-    limit = f"MFU {arm['mfu']:.1%}" if CUDA else f"efficiency {arm['efficiency']:.1%}"
-    return f"{MODEL}, {LENGTH} tokens: {arm['tokens_per_second']:,.0f} tokens/s, {limit}"
-
-
-def memory(runs: Runs) -> str:
-    """The peak that step_time met, against memory.py's estimate."""
-    measured = runs.folder / "step.json"
-    if not measured.exists() and runs.seconds() < 1:
-        raise OutOfTime
-    need(measured.exists(), "the row speed has met no peak")
-    peak = json.loads(measured.read_text())["peak"]
-    log = runs.folder / "memory.log"
-    flags = f"--json {STEP} --max-length {LENGTH} --max-prompt-length {LENGTH // 2}"
-    problem = runs.launch(f"{ROOT}/benchmark/memory.py {flags}", 1, log)
-    need(not problem, problem)
-    estimate = json.loads(last_line(log.read_text()))["peak"]
-    if not CUDA:
-        return f"{peak:.2f} GiB resident, {estimate:.2f} GiB estimated for a GPU; not compared"
-    figure = f"{peak:.2f} GiB, {peak / estimate:.2f} of the estimate (0.80 to 1.25)"
-    need(0.8 < peak / estimate < 1.25, figure)
+def speed(runs: Runs) -> str:
+    """Four steps of DPO, humanline at k = 1; and their peak against memory.py's estimate."""
+    flags = f"--arms k=1 --rounds 1 --steps 4 --pairs {8 * GPUS} --length {LENGTH}"
+    measured = printed(runs, f"step.py {STEP} {flags}")
+    flags = f"--batch-size {8 * GPUS} --max-length {LENGTH} --max-prompt-length {LENGTH // 2}"
+    estimate = printed(runs, f"memory.py {STEP} {flags}")["peak"]
+    arm = measured["arms"]["k=1"]
+    figure = (
+        f"{MODEL}, {LENGTH} tokens: {arm['tokens_per_second']:,.0f} tokens/s, {arm['efficiency']:.1%} of "
+    )
+    figure += f"a matrix product's {measured['flops_per_second'] / 1e12:.2f} TFLOP/s; {arm['peak']:.2f} GiB"
+    share = arm["peak"] / estimate
+    if CUDA:
+        figure += f", {share:.2f} of the estimate (0.80 to 1.25)"
+    need(not CUDA or 0.8 < share < 1.25, figure)
     return figure
 
 
+def printed(runs: Runs, command: str) -> dict:
+    """What a benchmark prints with --json."""
+    log = runs.folder / "log"
+    problem = runs.launch(f"{ROOT}/benchmark/{command}", 1, log)
+    need(not problem, problem)
+    return json.loads(last_line(log.read_text()))
+
+
 def all_rows() -> dict[str, tuple]:
-    """{name: (function of the runs and these names, names)}; in its place a text, what the machine lacks."""
+    """{row: (function of the runs and these names, names)}; in its place a text, what the machine lacks."""
     rows = {}
-    ranks = f"{RANKS} ranks" if RANKS > 1 else "more ranks"
     for dtype in K:
         rows[f"log-probs, {dtype}"] = (partial(log_probs, dtype=dtype), [])
-        pairs = []  # one rank, several
         for script in SCRIPTS:
-            whole = f"{script}-{dtype}-whole"
-            pairs += [whole, f"{script}-{dtype}-ranks"]
-            rows[f"{script}, {dtype}, microbatches"] = (same, [whole, f"{script}-{dtype}-parts"])
-        rows[f"all scripts, {dtype}, {ranks}"] = (same, pairs)
+            pair = [f"{script}-{dtype}-whole", f"{script}-{dtype}-parts"]
+            rows[f"{script}, {dtype}, {RANKS} ranks in parts"] = (same, pair)
         rows[f"sync, {dtype}"] = (sync, [f"dpo-{dtype}-whole"])
-        layout = "ranks" if dtype == "bfloat16" and RANKS > 1 else "whole"
-        name = f"dpo-{dtype}-{layout}"
+        name = f"dpo-{dtype}-parts"
         rows[f"resume, {dtype}"] = (resume, [name, f"{name}-half", f"{name}-again"])
-    pairs = []
-    for script in ("dpo", "kto", "grpo"):
-        pairs += [f"{script}-{dtype}-whole" for dtype in K]
+    pairs = [f"{script}-{dtype}-whole" for script in ("dpo", "kto", "grpo") for dtype in K]
     rows["bfloat16 against float32"] = (same, pairs)
     rows["export"] = (export, ["dpo-float32-whole"])
     for script in SCRIPTS:
         rows[f"{script}, sampling with hf"] = (sampling, [f"{script}-hf"])
-    rows["speed"] = (step_time, [])
-    rows["memory"] = (memory, [])
+    rows["speed and memory"] = (speed, [])
     for script in SCRIPTS:
-        rows[f"{script}, sampling with vllm"] = (sampling, [f"{script}-vllm"])
-    for name in rows:
-        if name.endswith("more ranks"):
-            rows[name] = ("it needs 2 GPUs", [])
-        elif name.endswith("vllm") and not find_spec("vllm"):
-            rows[name] = ("vLLM is not installed", [])
+        row = sampling if find_spec("vllm") else "vLLM is not installed"
+        rows[f"{script}, sampling with vllm"] = (row, [f"{script}-vllm"])
     return rows
+
+
+def judge(runs: Runs, row, names: list[str]) -> tuple[str, str]:
+    """ok, WRONG, not run or not here; and the figure, or what is wrong."""
+    if isinstance(row, str):
+        return "not here", row
+    try:
+        return "ok", row(runs, *names)
+    except Exception as error:
+        if time.monotonic() > runs.ends:
+            return "not run", "the time is over; --limit, or --only this row"
+        return "WRONG", last_line(str(error))
 
 
 def check(args: Args, folder: Path) -> bool:
     """Prints the rows. Returns whether none is WRONG or not run."""
     rows = {name: row for name, row in all_rows().items() if name.startswith(args.only)}
-    needed = set()
-    for _, names in rows.values():
-        needed |= set(names)
+    needed = {name for _, names in rows.values() for name in names}
     plan = {name: run for name, run in all_runs(folder).items() if name in needed}
-    runs = Runs(folder, plan, args.limit)
+    runs = Runs(folder, plan, time.monotonic() + args.limit)
     here = machine()
     versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
     print(f"{RANKS} x {here['device']}, {versions}, commit {here['commit']}\n")
     print("| check | | | seconds |\n|---|---|---|---|", flush=True)
-    failed = False
+    verdicts = set()
     for name, (row, names) in rows.items():
         started = time.monotonic()
-        if isinstance(row, str):
-            verdict, text = "not here", row
-        else:
-            verdict, text = judge(runs, name, row, names)
-        failed = failed or verdict in ("WRONG", "not run")
+        verdict, text = judge(runs, row, names)
+        verdicts.add(verdict)
         print(f"| {name} | {verdict} | {text} | {time.monotonic() - started:.0f} |", flush=True)
-    return not failed
-
-
-def judge(runs: Runs, name: str, row, names: list[str]) -> tuple[str, str]:
-    """ok, WRONG or not run; and the figure, or what is wrong."""
-    try:
-        return "ok", row(runs, *names)
-    except OutOfTime:
-        return "not run", f"{runs.limit:.0f} seconds are over; --limit, or --only '{name}'"
-    except Exception as error:
-        return "WRONG", last_line(str(error))
+    return not verdicts & {"WRONG", "not run"}
 
 
 if __name__ == "__main__":

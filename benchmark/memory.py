@@ -44,8 +44,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, masking_utils
 from transformers.initialization import no_init_weights
 
+import run
 import utils
-from run import check_flags, exit_on_error, fail
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -103,17 +103,12 @@ class Stand(TorchDispatchMode):
 
 def parse(flags: list[str]):
     """Our flags; the script's, checked as in a run of that many ranks; the script."""
-    own, rest = tyro.cli(Own, args=flags, add_help=False, return_unknown_args=True)
-    wants_help = {"-h", "--help"} & set(rest)
-    if wants_help:
-        with contextlib.suppress(SystemExit):
-            tyro.cli(Own, args=["--help"], description=__doc__)
+    own, rest = tyro.cli(Own, args=flags, description=__doc__, return_unknown_args=True)
     script = load_script(own.script)
-    output = sys.stdout if wants_help else sys.stderr
-    with contextlib.redirect_stdout(output):
+    with contextlib.redirect_stdout(sys.stderr):
         args = parse_args(script, rest)
     if own.ranks < 1 or not 0 < own.completion_share < 1:
-        fail("--ranks must be at least 1, and --completion-share between 0 and 1")
+        run.fail("--ranks must be at least 1, and --completion-share between 0 and 1")
     if own.script == "grpo_math":
         own.batch_size = args.prompts_per_step * args.group_size
     else:
@@ -121,7 +116,9 @@ def parse(flags: list[str]):
     args.dataset = "any"  # not read
     args.output_dir = ""
     with patch.dict(os.environ, WORLD_SIZE=str(own.ranks)):
-        check_flags(args, own.batch_size)
+        run.check_flags(args, own.batch_size)
+    if args.dtype == "auto":
+        args.dtype = "bfloat16"
     return own, args, script
 
 
@@ -133,11 +130,11 @@ def read_config(script, flag: str, name: str, trust_remote_code: bool):
     if name in PRESETS:
         config = AutoConfig.for_model(**dict(zip(SHAPE, PRESETS[name])))
     elif (Path(name) / "config.json").exists() or name.count("/") == 1:
-        with exit_on_error(f"{flag} {name}"):
+        with run.exit_on_error(f"{flag} {name}"):
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     else:
         known = ", ".join(PRESETS)
-        fail(f"{flag} {name} is neither a folder with a config.json, a Hub name, nor one of {known}, toy")
+        run.fail(f"{flag} {name} is neither a folder with a config.json, a Hub name, nor one of {known}, toy")
     text = config.get_text_config()
     for key, value in text.to_dict().items():
         if "drop" in key and isinstance(value, float):
@@ -151,8 +148,9 @@ def train(own: Own, args, script, config, reference_dtype: torch.dtype) -> tuple
     """Bytes by part at the peak of a training step, and the elements of each of the model's parameters."""
     sides = 2 if own.script == "dpo" else 1  # sequences of an item of the batch
     T = args.max_length
-    passes = utils.make_passes([sides * T] * own.batch_size, own.ranks, args.micro_batch_tokens)
-    B = sides * max(len(items) for items in passes)
+    lengths = [sides * T] * own.batch_size
+    micro_batches = utils.make_micro_batches(lengths, own.ranks, args.micro_batch_tokens)
+    B = sides * max(len(indices) for indices in micro_batches)
     completion_tokens = min(T - 1, max(1, round(T * own.completion_share)))
     fake = FakeTensorMode()
     stand = Stand(B * completion_tokens)
@@ -172,7 +170,7 @@ def train(own: Own, args, script, config, reference_dtype: torch.dtype) -> tuple
         for parameter in policy.parameters():
             parameter.grad = torch.zeros_like(parameter)
         update()  # makes the moments
-        if len(passes) == own.ranks:
+        if len(micro_batches) == own.ranks:
             optimizer.zero_grad()
         input_ids = torch.zeros(B, T, dtype=torch.long)
         mask = torch.zeros(B, T)
@@ -201,9 +199,6 @@ def train(own: Own, args, script, config, reference_dtype: torch.dtype) -> tuple
 
 def build_model(args, script, config, dtype: torch.dtype, fake: FakeTensorMode):
     """A model of fake tensors, sharded as the script shards it."""
-    compute_dtype = torch.bfloat16
-    if args.dtype != "auto":
-        compute_dtype = getattr(torch, args.dtype)
     with fake, no_init_weights():
         model = AutoModelForCausalLM.from_config(
             config,
@@ -211,7 +206,7 @@ def build_model(args, script, config, dtype: torch.dtype, fake: FakeTensorMode):
             trust_remote_code=args.trust_remote_code,
         )
     model.tie_weights()
-    return script.shard_model(args, model, compute_dtype, CPU)
+    return script.shard_model(args, model, CPU)
 
 
 def peak_parts(peak: dict[str, int], activations: int, optimizer) -> dict[str, int]:
@@ -238,18 +233,24 @@ def peak_parts(peak: dict[str, int], activations: int, optimizer) -> dict[str, i
 
 @contextlib.contextmanager
 def without_checks():
-    """Turns off what needs the values of fake tensors, and what would be counted but is for shapes only."""
+    """Turns off what needs the values of fake tensors, and what would be counted but is not there on CUDA."""
     # Fake positions might be those of packed sequences: attention would get a mask, and keys repeated for its
     # heads.
     unpacked = patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
+    product = patch.object(utils, "matmul_fp32", matmul_on_cuda)
     propagate = ShardingPropagator.propagate_op_sharding_non_cached
 
     def unseen(*schema):  # DTensor works out shapes with tensors of the whole parameter
         with _disable_current_modes():
             return propagate(*schema)
 
-    with unpacked, patch.object(ShardingPropagator, propagate.__name__, unseen):
+    with unpacked, product, patch.object(ShardingPropagator, propagate.__name__, unseen):
         yield
+
+
+def matmul_on_cuda(a, b):
+    """Without copies of bf16 factors in fp32."""
+    return a.new_empty(len(a), b.shape[1], dtype=torch.promote_types(a.dtype, torch.float32))
 
 
 def fake_loss(own: Own, args, script, log_ratio, mask):
@@ -269,9 +270,7 @@ def fake_loss(own: Own, args, script, log_ratio, mask):
 def estimate(own: Own, args, script) -> dict[str, dict[str, float]]:
     """{phase: {part: GiB}}: a training step and, if the run samples, sampling."""
     config = read_config(script, "--model", args.model, args.trust_remote_code)
-    dtype = torch.float32  # of reference, engine and reward model
-    if args.dtype in ("auto", "bfloat16"):
-        dtype = torch.bfloat16
+    dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32  # of all but the policy
     reward_model = None
     if getattr(args, "reward_model", ""):
         reward_model = build_reward_model(args, script)

@@ -1,44 +1,36 @@
-# Figure 1 of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207v2): offline (red), offline + humanline (orange) and online (blue),
-# Llama3-8B-Instruct. Nine runs, all of them in table3.sh too.
+# Figure 1 of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207v2): offline (red), offline +
+# humanline (orange) and online (blue), Llama3-8B-Instruct. Nine runs, all of them in table3.sh too, there in
+# complete lines. 4 GPUs a run (4xH100 in Figure 11; not stated here). What a run leaves, and how an
+# interrupted one goes on: paper/README.md.
 #
-# One line is one run, complete: start it from the repository's folder. It leaves runs/NAME with final/ (the model), metrics.jsonl, summary.json and
-# outputs.json, the 805 answers; docs/alpaca_eval.md goes on from there to LC-WR, WR and length. The paper's figures stand above the line. Everything
-# that a line does not name is a default with --model, which is the paper's setting (Tables 1 and 3). paper/README.md says what the flags are for. None of
-# these runs has been made at this scale.
-#
-# Figure 1 says that online is 1.3 to 1.6 times better than offline, and offline + humanline as good. Its numbers are Table 3's. §5.2.1 tests the
-# differences with Holm-Bonferroni.
-#
-# The same --output-dir in another file of this folder is the same run: where its folder holds one, the line stops with an error and trains nothing.
-# One that was interrupted goes on with its script and --resume runs/NAME in the place of all flags.
-#
-# Each run keeps two checkpoints of about 112 GB: take runs/NAME/checkpoints away when you will not sample again.
+# Figure 1 says that online is 1.3 to 1.6 times better than offline, and offline + humanline as good. Its
+# numbers are Table 3's, above each line: LC-WR, WR and length. §5.2.1 tests the differences with
+# Holm-Bonferroni.
 
 [ -e ref.json ] || curl -fL -o ref.json https://raw.githubusercontent.com/tatsu-lab/alpaca_eval/main/results/gpt4_1106_preview/model_outputs.json
 
-# DPO offline. Table 3: LC-WR 18.07, no standard error; WR 16.07; length 1767. 4 GPUs (4xH100 in Figure 11; not stated here).
-torchrun --nproc-per-node 4 dpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --no-humanline --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/dpo-offline
+LLAMA=(--model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm)
+OFFLINE=("${LLAMA[@]}" --dataset-split "train[:10000]")
+ONLINE=("${LLAMA[@]}" --dataset-split "train[:14000]" --online
+    --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code)
+EVAL=(--eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156)
 
-# DPO offline + humanline. Table 3: LC-WR 24.82 ± 1.36 (Table 6); WR 20.18; length 1637. 4 GPUs (4xH100 in Figure 11; not stated here).
-torchrun --nproc-per-node 4 dpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/dpo-offline-humanline
+# DPO: offline (18.07, 16.07, 1767), offline + humanline (24.82 ± 1.36 in Table 6, 20.18, 1637), online
+# (24.96, 22.99, 1828)
+torchrun --nproc-per-node 4 dpo_humanline.py "${OFFLINE[@]}" --no-humanline "${EVAL[@]}" --output-dir runs/dpo-offline
+torchrun --nproc-per-node 4 dpo_humanline.py "${OFFLINE[@]}" "${EVAL[@]}" --output-dir runs/dpo-offline-humanline
+torchrun --nproc-per-node 4 dpo_humanline.py "${ONLINE[@]}" --no-humanline --lr 2.5e-6 --max-grad-norm 0.5 \
+    "${EVAL[@]}" --output-dir runs/dpo-online
 
-# DPO online. Table 3: LC-WR 24.96, no standard error; WR 22.99; length 1828. 4 GPUs (4xH100 in Figure 11; not stated here).
-torchrun --nproc-per-node 4 dpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:14000]" --online --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code --no-humanline --lr 2.5e-6 --max-grad-norm 0.5 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/dpo-online
+# KTO: offline (17.40, 14.13, 1658), offline + humanline (22.19, 14.70, 1407), online (22.45, 19.47, 1744)
+torchrun --nproc-per-node 4 kto_humanline.py "${OFFLINE[@]}" --no-humanline --max-grad-norm 1.0 \
+    "${EVAL[@]}" --output-dir runs/kto-offline
+torchrun --nproc-per-node 4 kto_humanline.py "${OFFLINE[@]}" "${EVAL[@]}" --output-dir runs/kto-offline-humanline
+torchrun --nproc-per-node 4 kto_humanline.py "${ONLINE[@]}" --no-humanline --lr 2.5e-6 --max-grad-norm 0.5 \
+    "${EVAL[@]}" --output-dir runs/kto-online
 
-# KTO offline. Table 3: LC-WR 17.40, no standard error; WR 14.13; length 1658. 4 GPUs (4xH100 in Figure 11; not stated here).
-torchrun --nproc-per-node 4 kto_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --no-humanline --max-grad-norm 1.0 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/kto-offline
-
-# KTO offline + humanline. Table 3: LC-WR 22.19, no standard error; WR 14.70; length 1407. 4 GPUs (4xH100 in Figure 11; not stated here).
-torchrun --nproc-per-node 4 kto_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/kto-offline-humanline
-
-# KTO online. Table 3: LC-WR 22.45, no standard error; WR 19.47; length 1744. 4 GPUs (4xH100 in Figure 11; not stated here).
-torchrun --nproc-per-node 4 kto_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:14000]" --online --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code --no-humanline --lr 2.5e-6 --max-grad-norm 0.5 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/kto-online
-
-# GRPO offline. Table 3: LC-WR 15.52, no standard error; WR 12.61; length 1648. 4 GPUs (4xH100 in Figure 11; not stated here).
-torchrun --nproc-per-node 4 grpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --no-humanline --epsilon 0.5 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/grpo-offline
-
-# GRPO offline + humanline. Table 3: LC-WR 25.24, no standard error; WR 18.11; length 1488. 4 GPUs (4xH100 in Figure 11; not stated here).
-torchrun --nproc-per-node 4 grpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/grpo-offline-humanline
-
-# GRPO online. Table 3: LC-WR 25.05, no standard error; WR 18.82; length 1529. 4 GPUs (4xH100 in Figure 11; not stated here).
-torchrun --nproc-per-node 4 grpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:14000]" --online --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code --no-humanline --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/grpo-online
+# GRPO: offline (15.52, 12.61, 1648), offline + humanline (25.24, 18.11, 1488), online (25.05, 18.82, 1529)
+torchrun --nproc-per-node 4 grpo_humanline.py "${OFFLINE[@]}" --no-humanline --epsilon 0.5 \
+    "${EVAL[@]}" --output-dir runs/grpo-offline
+torchrun --nproc-per-node 4 grpo_humanline.py "${OFFLINE[@]}" "${EVAL[@]}" --output-dir runs/grpo-offline-humanline
+torchrun --nproc-per-node 4 grpo_humanline.py "${ONLINE[@]}" --no-humanline "${EVAL[@]}" --output-dir runs/grpo-online

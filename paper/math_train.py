@@ -5,10 +5,8 @@
     python paper/math_train.py --math train.jsonl.gz test.jsonl --math500 test.jsonl
 
 The second is the data set that the authors' recipes name (kawine/open-r1-humanline), the third takes files,
-such as math_splits of openai/prm800k. (Tried with the real problems in files, and with folders laid out as
-the first; not with the Hub.) MATH is under the MIT licence; its first copy on the Hub,
-hendrycks/competition_math, was taken down in January 2025 after a DMCA notice, which may happen to other
-copies.
+such as math_splits of openai/prm800k. MATH is under the MIT licence; its first copy on the Hub was taken down
+in January 2025 after a DMCA notice, which may happen to others.
 """
 
 import gzip
@@ -19,30 +17,26 @@ import datasets
 import tyro
 
 
-def read(flag: str, names: tuple[str, ...]) -> list[dict]:
-    """The rows of json lines (also .gz), or of all parts of a data set (a Hub name or a folder)."""
+def read(name: str) -> list[dict]:
+    """Of json lines (also .gz), or of all parts of a data set (a Hub name or a folder)."""
     rows = []
-    for name in names:
-        try:
-            if name.endswith((".jsonl", ".jsonl.gz")):
-                with (gzip.open if name.endswith(".gz") else open)(name, "rt", encoding="utf-8") as file:
-                    rows += map(json.loads, file)
-            else:
-                for config in datasets.get_dataset_config_names(name):
-                    for split in datasets.load_dataset(name, config).values():
-                        rows += split
-        except Exception as error:  # as many kinds as there are ways to have no data
-            reason = str(error).strip().split("\n")[0]
-            raise SystemExit(f"error: {flag} {name}: {type(error).__name__}: {reason}") from None
-    for row in rows:
-        valid = isinstance(row, dict)
-        for key in ("problem", "solution"):
-            valid = valid and isinstance(row.get(key), str)
-        if not valid:
-            raise SystemExit(
-                f"error: {flag} {' '.join(names)}: every row needs the texts problem and solution"
-            )
-    return rows
+    try:
+        if name.endswith((".jsonl", ".jsonl.gz")):
+            with (gzip.open if name.endswith(".gz") else open)(name, "rt", encoding="utf-8") as file:
+                rows += map(json.loads, file)
+        else:
+            for config in datasets.get_dataset_config_names(name):
+                for split in datasets.load_dataset(name, config).values():
+                    rows += split
+        return [{"problem": row["problem"], "solution": row["solution"]} for row in rows]
+    except Exception as error:  # as many kinds as there are ways to have no data
+        reason = str(error).strip().split("\n")[0]
+        raise SystemExit(f"error: {name}: {type(error).__name__}: {reason}") from None
+
+
+def key(row: dict) -> str:
+    """White space is no matter."""
+    return " ".join(row["problem"].split())
 
 
 def main(
@@ -57,22 +51,17 @@ def main(
         math500: MATH500, the problems to leave out.
         out: json lines with problem and solution, in the order of --math.
     """
-    held_out = {" ".join(row["problem"].split()) for row in read("--math500", (math500,))}
-    if len(held_out) != 500:
-        raise SystemExit(f"error: --math500 {math500}: {len(held_out)} problems, not 500")
-    rows = read("--math", math)
-    kept = [row for row in rows if " ".join(row["problem"].split()) not in held_out]
-    if len(kept) != 12_000:
-        told = f"{len(rows)} problems, of which {len(kept)} are not in MATH500; it must be 12000"
-        raise SystemExit(f"error: --math {' '.join(math)}: {told}: name another copy of MATH")
-    lines = []
-    for row in kept:
-        lines.append(json.dumps({"problem": row["problem"], "solution": row["solution"]}) + "\n")
+    held_out = {key(row) for row in read(math500)}
+    kept = [row for name in math for row in read(name) if key(row) not in held_out]
+    if len(held_out) != 500 or len(kept) != 12_000:
+        told = f"{len(held_out)} problems in {math500}, and {len(kept)} others in {' '.join(math)}"
+        raise SystemExit(f"error: {told}; it must be 500 and 12000: name another copy")
+    text = "".join(json.dumps(row) + "\n" for row in kept)
     try:
-        out.write_text("".join(lines), encoding="utf-8")
+        out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise SystemExit(f"error: --out {out}: {error.strerror}") from None
-    print(f"{out}: {len(kept)} problems; {len(rows) - len(kept)} of {len(rows)} are in MATH500")
+    print(f"{out}: {len(kept)} problems")
 
 
 if __name__ == "__main__":

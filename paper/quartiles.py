@@ -4,9 +4,9 @@
         --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" \
         --out runs/quartiles
 
-Writes quartile1.jsonl (the lowest) to quartile4.jsonl, their rows as they are and in their order. The flags
-are those of dpo_humanline.py, which reads the data and computes the log-probs; rows that it would drop are
-dropped.
+Writes quartile1.jsonl (the lowest) to quartile4.jsonl, prompts and completions as they are and in their
+order. The flags are those of dpo_humanline.py, which reads the data and computes the log-probs; rows that it
+would leave out are left out.
 """
 
 import json
@@ -20,44 +20,45 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import dpo_humanline as dpo  # noqa: E402
+import run  # noqa: E402
 import utils  # noqa: E402
-from run import check_flags, exit_on_error, fail, write  # noqa: E402
 
 
 @dataclass
 class Args(dpo.Args):
-    out: Path = Path("runs/quartiles")  # folder for the four files
+    out: str = "runs/quartiles"  # folder for the four files
 
 
-@exit_on_error("reading or writing", OSError)
+@run.exit_on_error("reading or writing", OSError)
 def main(args: Args):
-    if not args.model or not args.dataset:
-        fail("it needs --model and --dataset")
-    check_flags(args, args.batch_size)
-    rank, _, device = dpo.setup(args)
+    if not args.model:
+        run.fail("it needs --model and --dataset")
+    args.max_new_tokens = 1  # nothing is sampled
+    run.check_flags(args, args.batch_size)
+    _, _, device = dpo.setup(args)
+    tokenizer, eos_ids = utils.load_tokenizer(args.model, args.chat_template, args.eos_token)
+    rows = []
+    chosen = []
+    for number, row in dpo.load_rows(args.dataset, args.dataset_split):
+        with run.exit_on_error(f"{args.dataset}, line {number}"):
+            try:
+                best, _ = dpo.encode_row(args, tokenizer, eos_ids, row)
+            except utils.CannotTrain:
+                continue
+        rows.append(row)
+        chosen.append(best)
     reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
-    config, _, tokens = dpo.load_config(args)
-    groups, _ = dpo.load_groups(args, "--dataset", args.dataset, args.dataset_split, tokens, (2,))
-    _, reference = dpo.load_models(args, config, reference_dtype, device)
-    chosen = [pair[0] for pair in groups]
-    logps = utils.completion_logps(reference, chosen, tokens.pad_id)  # (B,)
-    averages = logps / torch.tensor([len(x.completion_ids) for x in chosen])  # (B,)
-    if rank == 0:
-        args.out.mkdir(parents=True, exist_ok=True)
-        rows = dpo.load_rows("--dataset", args.dataset, args.dataset_split)
-        order = averages.argsort(stable=True).tolist()
-        for i in range(4):
-            first = round(i * len(groups) / 4)
-            end = round((i + 1) * len(groups) / 4)
-            quarter = sorted(order[first:end])
-            text = ""
-            for j in quarter:
-                text += json.dumps(rows[chosen[j].row], ensure_ascii=False) + "\n"
-            write(args.out / f"quartile{i + 1}.jsonl", text)
-            low = averages[quarter].min()
-            high = averages[quarter].max()
-            bounds = f"average token log-prob from {low:.3f} to {high:.3f} nats"
-            print(f"quartile {i + 1}: {len(quarter)} rows, {bounds}")
+    _, reference = dpo.load_models(args, reference_dtype, device)
+    logps, mask = utils.completion_logps(reference, chosen)
+    averages = logps.sum(1) / mask.sum(1)  # (B,)
+    if dist.get_rank() == 0:
+        out = Path(args.out)
+        out.mkdir(parents=True, exist_ok=True)
+        for i, quarter in enumerate(averages.argsort(stable=True).tensor_split(4), 1):
+            lines = [json.dumps(rows[j], ensure_ascii=False) + "\n" for j in sorted(quarter.tolist())]
+            run.write(out / f"quartile{i}.jsonl", "".join(lines))
+            bounds = f"from {averages[quarter].min():.3f} to {averages[quarter].max():.3f} nats"
+            print(f"quartile {i}: {len(lines)} rows, average token log-prob {bounds}")
     dist.barrier()
     dist.destroy_process_group()
 

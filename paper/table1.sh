@@ -1,43 +1,32 @@
-# Table 1 of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207v2): the settings that all instruction-following runs share, written
-# out. Six runs of Table 3, one offline and one online for each objective.
+# Table 1 of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207v2): the settings that all
+# instruction-following runs share, written out. Six runs of Table 3, one offline and one online for each
+# objective.
 #
-# Table 1 has no scores. A line here is the line of table3.sh with the same --output-dir, with every setting of Table 1 named, though each is the
-# default; the run's args.json records all of them. (python dpo_humanline.py --model M --help prints the defaults.) AdamW's β, 0.9 and 0.999, are
-# torch's and have no flag. 10K pairs in batches of 32, or 20K sequences in batches of 64, are 312 steps; 12,288 online contexts are 12 rounds of
-# 1,024, drawn from 14,000 rows, because prompts over 625 tokens are dropped.
+# Table 1 has no scores. A line here is the line of table3.sh with the same --output-dir, with every setting
+# of Table 1 named, though each is the default; the run's args.json records all of them. (python
+# dpo_humanline.py --model M --help prints the defaults.) AdamW's β, 0.9 and 0.999, are torch's and have no
+# flag. 10K pairs in batches of 32, or 20K sequences in batches of 64, are 312 steps; 12,288 online contexts
+# are 12 rounds of 1,024, drawn from 14,000 rows, because prompts over 625 tokens are dropped.
 #
-# One line is one run, complete: start it from the repository's folder. It leaves runs/NAME with final/ (the model), metrics.jsonl, summary.json and
-# outputs.json, the 805 answers; docs/alpaca_eval.md goes on from there to LC-WR, WR and length. The paper's figures stand above the line. Everything
-# that a line does not name is a default with --model, which is the paper's setting (Tables 1 and 3). paper/README.md says what the flags are for. None of
-# these runs has been made at this scale.
-#
-# The same --output-dir in another file of this folder is the same run: where its folder holds one, the line stops with an error and trains nothing.
-# One that was interrupted goes on with its script and --resume runs/NAME in the place of all flags.
-#
-# Each run keeps two checkpoints of about 112 GB: take runs/NAME/checkpoints away when you will not sample again.
+# One line is one run, complete, for 4 GPUs (4xH100 in Figure 11; not stated here). What it leaves, and how an
+# interrupted one goes on: paper/README.md.
 
 [ -e ref.json ] || curl -fL -o ref.json https://raw.githubusercontent.com/tatsu-lab/alpaca_eval/main/results/gpt4_1106_preview/model_outputs.json
 
-# DPO offline + humanline, as in table3.sh. Table 3: LC-WR 24.82 ± 1.36 (Table 6); WR 20.18; length 1637. 4 GPUs (4xH100 in Figure 11; not stated
-# here).
+# DPO offline + humanline, as in table3.sh. Table 3: LC-WR 24.82 ± 1.36 (Table 6); WR 20.18; length 1637.
 torchrun --nproc-per-node 4 dpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --num-steps 312 --batch-size 32 --adam-eps 1e-5 --weight-decay 1e-2 --warmup-fraction 0.1 --log-epsilon-P -1.5 --log-epsilon-R 1.5 --k 1 --max-new-tokens 2048 --temperature 0.7 --top-p 0.95 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/dpo-offline-humanline
 
-# DPO online + humanline, as in table3.sh. Table 3: LC-WR 26.84, no standard error; WR 23.64; length 1774. 4 GPUs (4xH100 in Figure 11; not stated
-# here).
+# DPO online + humanline, as in table3.sh. Table 3: LC-WR 26.84, no standard error; WR 23.64; length 1774.
 torchrun --nproc-per-node 4 dpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:14000]" --online --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code --num-steps 312 --batch-size 32 --adam-eps 1e-5 --weight-decay 1e-2 --warmup-fraction 0.1 --log-epsilon-P -1.5 --log-epsilon-R 1.5 --k 1 --max-new-tokens 2048 --temperature 0.7 --top-p 0.95 --round-prompts 1024 --samples-per-prompt 8 --reward-threshold 0.01 --lr 2.5e-6 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/dpo-online-humanline
 
-# KTO offline + humanline, as in table3.sh. Table 3: LC-WR 22.19, no standard error; WR 14.70; length 1407. 4 GPUs (4xH100 in Figure 11; not stated
-# here).
+# KTO offline + humanline, as in table3.sh. Table 3: LC-WR 22.19, no standard error; WR 14.70; length 1407.
 torchrun --nproc-per-node 4 kto_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --num-steps 312 --batch-size 64 --adam-eps 1e-5 --weight-decay 1e-2 --warmup-fraction 0.1 --log-epsilon-P -1.5 --log-epsilon-R 1.5 --k 1 --max-new-tokens 2048 --temperature 0.7 --top-p 0.95 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/kto-offline-humanline
 
-# KTO online + humanline, as in table3.sh. Table 3: LC-WR 22.79, no standard error; WR 18.78; length 1663. 4 GPUs (4xH100 in Figure 11; not stated
-# here).
+# KTO online + humanline, as in table3.sh. Table 3: LC-WR 22.79, no standard error; WR 18.78; length 1663.
 torchrun --nproc-per-node 4 kto_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:14000]" --online --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code --num-steps 312 --batch-size 64 --adam-eps 1e-5 --weight-decay 1e-2 --warmup-fraction 0.1 --log-epsilon-P -1.5 --log-epsilon-R 1.5 --k 1 --max-new-tokens 2048 --temperature 0.7 --top-p 0.95 --round-prompts 1024 --samples-per-prompt 8 --reward-threshold 0.01 --lr 2.5e-6 --max-grad-norm 0.1 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/kto-online-humanline
 
-# GRPO offline + humanline, as in table3.sh. Table 3: LC-WR 25.24, no standard error; WR 18.11; length 1488. 4 GPUs (4xH100 in Figure 11; not stated
-# here).
+# GRPO offline + humanline, as in table3.sh. Table 3: LC-WR 25.24, no standard error; WR 18.11; length 1488.
 torchrun --nproc-per-node 4 grpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --num-steps 312 --batch-size 64 --adam-eps 1e-5 --weight-decay 1e-2 --warmup-fraction 0.1 --log-epsilon-P -1.5 --log-epsilon-R 1.5 --k 1 --max-new-tokens 2048 --temperature 0.7 --top-p 0.95 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/grpo-offline-humanline
 
-# GRPO online + humanline, as in table3.sh. Table 3: LC-WR 26.10, no standard error; WR 21.57; length 1647. 4 GPUs (4xH100 in Figure 11; not stated
-# here).
+# GRPO online + humanline, as in table3.sh. Table 3: LC-WR 26.10, no standard error; WR 21.57; length 1647.
 torchrun --nproc-per-node 4 grpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:14000]" --online --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code --num-steps 312 --batch-size 64 --adam-eps 1e-5 --weight-decay 1e-2 --warmup-fraction 0.1 --log-epsilon-P -1.5 --log-epsilon-R 1.5 --k 1 --max-new-tokens 2048 --temperature 0.7 --top-p 0.95 --round-prompts 1024 --samples-per-prompt 8 --reward-threshold 0.01 --max-grad-norm 0.5 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/grpo-online-humanline

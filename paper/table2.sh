@@ -1,49 +1,44 @@
-# Table 2 of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207v2): Qwen2.5-1.5B-Instruct on MATH with verified answers, GRPO. Seven
-# runs of its settings.
+# Table 2 of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207v2): Qwen2.5-1.5B-Instruct on
+# MATH with verified answers, GRPO. Seven runs of its settings.
 #
-# One line is one run, complete: start it from the repository's folder. It leaves runs/NAME with final/ (the model), metrics.jsonl, outputs.json
-# (samples for the 500 problems) and summary.json: the pass@1 is eval/accuracy under "after". docs/grpo_math.md is about that number and the settings
-# of its sampling (docs/alpaca_eval.md, which goes on from outputs.json, belongs to the other tables). Everything that a line does not name is a
-# default with --model, which is Table 2's setting. None of these runs has been made at this scale.
+# One line is one run, complete, for 4 GPUs (not stated in the paper; the authors' public job script asks for
+# 8xH100). What it leaves, and how an interrupted one goes on: paper/README.md.
 #
-# The first command makes the training set from public data: the 12,000 problems of MATH that are not in MATH500. --dataset simplescaling/openaimath,
-# the name in the authors' recipes, can stand in its place.
+# The first command makes the training set from public data: the 12,000 problems of MATH that are not in
+# MATH500. --dataset simplescaling/openaimath, the name in the authors' recipes, can stand in its place.
 #
-# The range of k is [12, 24] in the table and in §5.2.2, and [12, 20] in the table's caption; the authors' recipes have 12, 16, 20 and 25. figure7.sh
-# has those of the figure.
+# The range of k is [12, 24] in the table and in §5.2.2, and [12, 20] in the table's caption; the authors'
+# recipes have 12, 16, 20 and 25. figure7.sh has those of the figure.
 #
-# --system-prompt is the authors', from the recipes of kawine/open-r1-humanline at 4cef58a. Start the lines from the repository's folder.
+# --system-prompt is the authors', from the recipes of kawine/open-r1-humanline at 4cef58a. Start the lines
+# from the repository's folder.
 #
-# --max-prompt-length 1024 keeps all 500 problems of MATH500. At 512, as in the authors' recipes, four are dropped with our own prompt
-# (docs/grpo_math.md).
-#
-# The same --output-dir in another file of this folder is the same run: where its folder holds one, the line stops with an error and trains nothing.
-# One that was interrupted goes on with its script and --resume runs/NAME in the place of all flags.
+# --max-prompt-length 1024 keeps all 500 problems of MATH500. At 512, as in the authors' recipes, four are
+# dropped with our own prompt (docs/grpo_math.md).
 
 [ -e math_train.jsonl ] || python paper/math_train.py
 
-# Online, S=1. §5.2.2: MATH500 pass@1 0.593 ± 0.019. 4 GPUs (not stated in the paper; the authors' public job script asks for 8xH100).
+# Online, S=1. §5.2.2: MATH500 pass@1 0.593 ± 0.019.
 torchrun --nproc-per-node 4 grpo_math_humanline.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset math_train.jsonl --system-prompt "$(cat paper/math_system_prompt.txt)" --no-humanline --sample-every 1 --eval-dataset HuggingFaceH4/MATH-500 --eval-samples 500 --max-prompt-length 1024 --micro-batch-tokens 20480 --gradient-checkpointing --checkpoint-every 400 --output-dir runs/math-online
 
-# S=64, 64 times as much data 64 times as seldom. §5.2.2: no number in the text, significantly worse (p < 0.05). 4 GPUs (not stated in the paper; the
-# authors' public job script asks for 8xH100).
+# S=64, 64 times as much data 64 times as seldom. §5.2.2: no number, significantly worse (p < 0.05).
 torchrun --nproc-per-node 4 grpo_math_humanline.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset math_train.jsonl --system-prompt "$(cat paper/math_system_prompt.txt)" --no-humanline --eval-dataset HuggingFaceH4/MATH-500 --eval-samples 500 --max-prompt-length 1024 --micro-batch-tokens 20480 --gradient-checkpointing --checkpoint-every 400 --output-dir runs/math-s64
 
-# S=64 + humanline, k=12. §5.2.2: MATH500 pass@1 0.593 ± 0.019 "for both the online and humanline runs", k not stated. 4 GPUs (not stated in the
-# paper; the authors' public job script asks for 8xH100).
+# S=64 + humanline, k=12. §5.2.2: MATH500 pass@1 0.593 ± 0.019 "for both the online and humanline runs", k not
+# stated.
 torchrun --nproc-per-node 4 grpo_math_humanline.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset math_train.jsonl --system-prompt "$(cat paper/math_system_prompt.txt)" --k 12 --eval-dataset HuggingFaceH4/MATH-500 --eval-samples 500 --max-prompt-length 1024 --micro-batch-tokens 20480 --gradient-checkpointing --checkpoint-every 400 --output-dir runs/math-s64-humanline-k12
 
-# S=64 + humanline, k=16 (the default). §5.2.2: MATH500 pass@1 0.593 ± 0.019 "for both the online and humanline runs", k not stated. 4 GPUs (not
-# stated in the paper; the authors' public job script asks for 8xH100).
+# S=64 + humanline, k=16 (the default). §5.2.2: MATH500 pass@1 0.593 ± 0.019 "for both the online and
+# humanline runs", k not stated.
 torchrun --nproc-per-node 4 grpo_math_humanline.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset math_train.jsonl --system-prompt "$(cat paper/math_system_prompt.txt)" --eval-dataset HuggingFaceH4/MATH-500 --eval-samples 500 --max-prompt-length 1024 --micro-batch-tokens 20480 --gradient-checkpointing --checkpoint-every 400 --output-dir runs/math-s64-humanline-k16
 
-# S=64 + humanline, k=20. §5.2.2: MATH500 pass@1 0.593 ± 0.019 "for both the online and humanline runs", k not stated; Figure 7: slower but more
-# stable. 4 GPUs (not stated in the paper; the authors' public job script asks for 8xH100).
+# S=64 + humanline, k=20. §5.2.2: MATH500 pass@1 0.593 ± 0.019 "for both the online and humanline runs", k not
+# stated; Figure 7: slower but more stable.
 torchrun --nproc-per-node 4 grpo_math_humanline.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset math_train.jsonl --system-prompt "$(cat paper/math_system_prompt.txt)" --k 20 --eval-dataset HuggingFaceH4/MATH-500 --eval-samples 500 --max-prompt-length 1024 --micro-batch-tokens 20480 --gradient-checkpointing --checkpoint-every 400 --output-dir runs/math-s64-humanline-k20
 
-# S=64 + humanline, k=24. §5.2.2: MATH500 pass@1 0.593 ± 0.019 "for both the online and humanline runs", k not stated. 4 GPUs (not stated in the
-# paper; the authors' public job script asks for 8xH100).
+# S=64 + humanline, k=24. §5.2.2: MATH500 pass@1 0.593 ± 0.019 "for both the online and humanline runs", k not
+# stated.
 torchrun --nproc-per-node 4 grpo_math_humanline.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset math_train.jsonl --system-prompt "$(cat paper/math_system_prompt.txt)" --k 24 --eval-dataset HuggingFaceH4/MATH-500 --eval-samples 500 --max-prompt-length 1024 --micro-batch-tokens 20480 --gradient-checkpointing --checkpoint-every 400 --output-dir runs/math-s64-humanline-k24
 
-# S=64 + humanline, k=1. §5.2.2: no number, the reward collapses. 4 GPUs (not stated in the paper; the authors' public job script asks for 8xH100).
+# S=64 + humanline, k=1. §5.2.2: no number, the reward collapses.
 torchrun --nproc-per-node 4 grpo_math_humanline.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset math_train.jsonl --system-prompt "$(cat paper/math_system_prompt.txt)" --k 1 --eval-dataset HuggingFaceH4/MATH-500 --eval-samples 500 --max-prompt-length 1024 --micro-batch-tokens 20480 --gradient-checkpointing --checkpoint-every 400 --output-dir runs/math-s64-humanline-k1

@@ -1,40 +1,37 @@
-# Table 5 of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207v2): Gemma2-27B-Instruct with DPO, on two versions of the offline data
-# and online. Five runs, and the untrained model. Figure 9 shows this model too.
+# Table 5 of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207v2): Gemma2-27B-Instruct with
+# DPO, on two versions of the offline data and online. Five runs, and the untrained model. Figure 9 shows this
+# model too.
 #
-# One line is one run, complete: start it from the repository's folder. It leaves runs/NAME with final/ (the model), metrics.jsonl, summary.json and
-# outputs.json, the 805 answers; docs/alpaca_eval.md goes on from there to LC-WR, WR and length. The paper's figures stand above the line. Everything
-# that a line does not name is a default with --model, which is the paper's setting (Tables 1 and 3). paper/README.md says what the flags are for. None of
-# these runs has been made at this scale.
+# One line is one run, complete, for 8 GPUs of 141 GB (not stated). What it leaves, and how an interrupted one
+# goes on: paper/README.md.
 #
-# Learning rate and β are the table's (β 0.1 and the norm 1.0 are the defaults). The maximal gradient norm is not given, nor what the baseline was
-# sampled with: here it is sampled as the others are. Figure 9's caption speaks of KTO and GRPO on this model as well, for which the paper gives no
-# settings.
+# Learning rate and β are the table's (β 0.1 and the norm 1.0 are the defaults). The maximal gradient norm is
+# not given, nor what the baseline was sampled with: here it is sampled as the others are. Figure 9's caption
+# speaks of KTO and GRPO on this model as well, for which the paper gives no settings.
 #
-# The paper does not state the hardware. A rank samples with a whole copy of the model (50.7 GiB), so the lines are for 8 GPUs of 141 GB:
-# benchmark/memory.py estimates 72 GiB in training and 118 while sampling, online 86 and 132. With --eval-samples 0, and without --eval-dataset,
-# offline training alone needs the 72. A checkpoint is about 380 GB. That Gemma's tokenizer keeps all 805 instructions within 625 tokens was not
+# The paper does not state the hardware. A rank samples with a whole copy of the model (50.7 GiB), so the
+# lines are for 8 GPUs of 141 GB: benchmark/memory.py estimates 72 GiB in training and 118 while sampling,
+# online 86 and 132. With --eval-samples 0, and without --eval-dataset, offline training alone needs the 72. A
+# checkpoint is about 380 GB. That Gemma's tokenizer keeps all 805 instructions within 625 tokens was not
 # checked: the run says how many are left.
-#
-# The same --output-dir in another file of this folder is the same run: where its folder holds one, the line stops with an error and trains nothing.
-# One that was interrupted goes on with its script and --resume runs/NAME in the place of all flags.
 
 [ -e ref.json ] || curl -fL -o ref.json https://raw.githubusercontent.com/tatsu-lab/alpaca_eval/main/results/gpt4_1106_preview/model_outputs.json
 
-# The untrained model: one step with a learning rate of 1e-30, which changes nothing. Table 5: LC-WR 45.90 ± 1.54; WR 35.45; length not given. 8 GPUs
-# of 141 GB (not stated).
+# The untrained model: one step with a learning rate of 1e-30, which changes nothing. Table 5: LC-WR 45.90 ±
+# 1.54; WR 35.45; length not given.
 torchrun --nproc-per-node 8 dpo_humanline.py --model google/gemma-2-27b-it --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --num-steps 1 --lr 1e-30 --vllm-memory 0.5 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 0 --output-dir runs/27b-baseline
 
-# Offline, Llama3-8B completions. Table 5: LC-WR 48.59 ± 1.58; WR 32.36; length not given. 8 GPUs of 141 GB (not stated).
+# Offline, Llama3-8B completions. Table 5: LC-WR 48.59 ± 1.58; WR 32.36; length not given.
 torchrun --nproc-per-node 8 dpo_humanline.py --model google/gemma-2-27b-it --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --no-humanline --lr 2.5e-6 --beta 0.3 --vllm-memory 0.5 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/27b-offline-llama-data
 
-# Offline + humanline, Llama3-8B completions. Table 5: LC-WR 56.27 ± 1.67; WR 44.49; length not given. 8 GPUs of 141 GB (not stated).
+# Offline + humanline, Llama3-8B completions. Table 5: LC-WR 56.27 ± 1.67; WR 44.49; length not given.
 torchrun --nproc-per-node 8 dpo_humanline.py --model google/gemma-2-27b-it --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --lr 2.5e-6 --beta 0.3 --vllm-memory 0.5 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/27b-offline-humanline-llama-data
 
-# Offline, Gemma2-9B completions. Table 5: LC-WR 56.58 ± 1.68; WR 45.17; length not given. 8 GPUs of 141 GB (not stated).
+# Offline, Gemma2-9B completions. Table 5: LC-WR 56.58 ± 1.68; WR 45.17; length not given.
 torchrun --nproc-per-node 8 dpo_humanline.py --model google/gemma-2-27b-it --dataset princeton-nlp/gemma2-ultrafeedback-armorm --dataset-split "train[:10000]" --no-humanline --lr 2.5e-6 --vllm-memory 0.5 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/27b-offline-gemma-data
 
-# Offline + humanline, Gemma2-9B completions. Table 5: LC-WR 67.45 ± 1.64; WR 61.37; length not given. 8 GPUs of 141 GB (not stated).
+# Offline + humanline, Gemma2-9B completions. Table 5: LC-WR 67.45 ± 1.64; WR 61.37; length not given.
 torchrun --nproc-per-node 8 dpo_humanline.py --model google/gemma-2-27b-it --dataset princeton-nlp/gemma2-ultrafeedback-armorm --dataset-split "train[:10000]" --lr 2.5e-6 --vllm-memory 0.5 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/27b-offline-humanline-gemma-data
 
-# Online, with the prompts of the Gemma2-9B data. Table 5: LC-WR 66.49 ± 1.48; WR 74.22; length not given. 8 GPUs of 141 GB (not stated).
+# Online, with the prompts of the Gemma2-9B data. Table 5: LC-WR 66.49 ± 1.48; WR 74.22; length not given.
 torchrun --nproc-per-node 8 dpo_humanline.py --model google/gemma-2-27b-it --dataset princeton-nlp/gemma2-ultrafeedback-armorm --dataset-split "train[:14000]" --online --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code --no-humanline --lr 2.5e-6 --vllm-memory 0.5 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/27b-online

@@ -1,30 +1,25 @@
-# Table 6 of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207v2): bounds of humanline clipping, Llama3-8B-Instruct, DPO. Five runs.
+# Table 6 of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207v2): bounds of humanline
+# clipping, Llama3-8B-Instruct, DPO. Five runs.
 #
-# One line is one run, complete: start it from the repository's folder. It leaves runs/NAME with final/ (the model), metrics.jsonl, summary.json and
-# outputs.json, the 805 answers; docs/alpaca_eval.md goes on from there to LC-WR, WR and length. The paper's figures stand above the line. Everything
-# that a line does not name is a default with --model, which is the paper's setting (Tables 1 and 3). paper/README.md says what the flags are for. None of
-# these runs has been made at this scale.
+# One line is one run, complete, for 4 GPUs (4xH100 in Figure 11; not stated here). What it leaves, and how an
+# interrupted one goes on: paper/README.md.
 #
-# The caption says "humanline DPO"; its row of -1.5 and 1.5 has the LC-WR and the length of offline + humanline in Table 3, so all five are offline.
-#
-# The same --output-dir in another file of this folder is the same run: where its folder holds one, the line stops with an error and trains nothing.
-# One that was interrupted goes on with its script and --resume runs/NAME in the place of all flags.
-#
-# Each run keeps two checkpoints of about 112 GB: take runs/NAME/checkpoints away when you will not sample again.
+# The caption says "humanline DPO"; its row of -1.5 and 1.5 has the LC-WR and the length of offline +
+# humanline in Table 3, so all five are offline.
 
 [ -e ref.json ] || curl -fL -o ref.json https://raw.githubusercontent.com/tatsu-lab/alpaca_eval/main/results/gpt4_1106_preview/model_outputs.json
 
-# log ε_P -2.0, log ε_R 1.5. Table 6: LC-WR 23.33 ± 1.35; length 1663; WR not given. 4 GPUs (4xH100 in Figure 11; not stated here).
+# log ε_P -2.0, log ε_R 1.5. Table 6: LC-WR 23.33 ± 1.35; length 1663; WR not given.
 torchrun --nproc-per-node 4 dpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --log-epsilon-P -2.0 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/dpo-offline-humanline-P-2.0-R1.5
 
-# log ε_P -1.5, log ε_R 1.5. Table 6: LC-WR 24.82 ± 1.36; length 1637; WR not given. 4 GPUs (4xH100 in Figure 11; not stated here). A run of Table 3.
+# log ε_P -1.5, log ε_R 1.5. Table 6: LC-WR 24.82 ± 1.36; length 1637; WR not given. A run of Table 3.
 torchrun --nproc-per-node 4 dpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/dpo-offline-humanline
 
-# log ε_P -1.0, log ε_R 1.5. Table 6: LC-WR 24.37 ± 1.33; length 1588; WR not given. 4 GPUs (4xH100 in Figure 11; not stated here).
+# log ε_P -1.0, log ε_R 1.5. Table 6: LC-WR 24.37 ± 1.33; length 1588; WR not given.
 torchrun --nproc-per-node 4 dpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --log-epsilon-P -1.0 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/dpo-offline-humanline-P-1.0-R1.5
 
-# log ε_P -1.0, log ε_R 2.0. Table 6: LC-WR 22.55 ± 1.31; length 1619; WR not given. 4 GPUs (4xH100 in Figure 11; not stated here).
+# log ε_P -1.0, log ε_R 2.0. Table 6: LC-WR 22.55 ± 1.31; length 1619; WR not given.
 torchrun --nproc-per-node 4 dpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --log-epsilon-P -1.0 --log-epsilon-R 2.0 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/dpo-offline-humanline-P-1.0-R2.0
 
-# log ε_P -1.0, log ε_R 3.0. Table 6: LC-WR 23.98 ± 1.33; length 1636; WR not given. 4 GPUs (4xH100 in Figure 11; not stated here).
+# log ε_P -1.0, log ε_R 3.0. Table 6: LC-WR 23.98 ± 1.33; length 1636; WR not given.
 torchrun --nproc-per-node 4 dpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --log-epsilon-P -1.0 --log-epsilon-R 3.0 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/dpo-offline-humanline-P-1.0-R3.0

@@ -59,7 +59,7 @@ def parse_args(script, flags: list[str]):
         file=script.__file__,
         doc=script.__doc__,
         toy=script.TOY,
-        toy_online=getattr(script, "TOY_ONLINE", None),
+        toy_online=getattr(script, "TOY_ONLINE", {}),
         flags=flags,
     )
 
@@ -174,7 +174,7 @@ def read_pool(checkpoint: Path) -> list[tuple]:
     from utils import Example
 
     state = json.loads((checkpoint / "state.json").read_text())
-    return [tuple(Example(*values) for values in group) for group in state["pool"]]
+    return [tuple(Example(*values) for values in group) for group in state["progress"]["pool"]]
 
 
 @pytest.fixture(scope="module")
@@ -186,13 +186,6 @@ def one_rank():
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def tokens_of(tokenizer, eos_ids):
-    """The tokens of a model whose embedding has a row for each."""
-    from utils import Tokens
-
-    return Tokens(tokenizer, set(eos_ids), 0, len(tokenizer))
 
 
 @pytest.fixture(scope="session")

@@ -1,62 +1,89 @@
-"""One rank with an FSDP2 policy, a vLLM engine and a transformers engine; writes what it finds as JSON."""
+"""One rank with an FSDP2 policy that vLLM and transformers sample; writes what it finds as JSON."""
 
 import gzip
 import json
 import os
+import random
 import sys
-from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from conftest import TOY, tokens_of
+from conftest import TOY, parse_args
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from utils import Example, encode_prompt, engine_difference, generate, start_engine, update_engine
+import dpo_humanline as script
+import utils
+
+
+def process_state() -> dict:
+    """What belongs to the whole process, and so to the trainer."""
+    return {
+        "environment": dict(os.environ),
+        "precision of products": torch.get_float32_matmul_precision(),
+        "cuDNN attention": torch.backends.cuda.cudnn_sdp_enabled(),
+        "random state of torch": torch.get_rng_state().tolist(),
+        "random state of numpy": np.random.get_state()[1:3],
+        "random state of Python": random.getstate(),
+    }
+
+
+@torch.no_grad()
+def add_noise(policy):
+    noise = torch.Generator().manual_seed(3)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for parameter in policy.parameters():
+        full = parameter.full_tensor()
+        full += 0.05 * torch.randn(full.shape, generator=noise)
+        parameter.to_local().copy_(torch.chunk(full, world)[rank])
+
+
+def look(model: str, temperature: str) -> dict:
+    policy = fully_shard(AutoModelForCausalLM.from_pretrained(model), reshard_after_forward=True)
+    tokenizer, eos_ids = utils.load_tokenizer(model)
+    prompts = []
+    for line in list(gzip.open(TOY / "prompts_test.jsonl.gz", "rt"))[:64]:
+        row = json.loads(line)["prompt"]
+        prompts.append(utils.Example(row, utils.encode(tokenizer, eos_ids, row)[0]))
+    flags = ["--model", model, "--dataset", "none.jsonl", "--temperature", temperature]
+    flags += ["--max-prompt-length", "4096", "--max-new-tokens", "12"]  # more than the toy's positions
+    samplers = {}
+    for engine in ("vllm", "hf"):
+        args = parse_args(script, [*flags, "--engine", engine])
+        samplers[engine] = script.make_sampler(args, tokenizer, eos_ids, torch.float32, torch.device("cpu"))
+
+    def sample(engine: str) -> dict:
+        samples, metrics = samplers[engine].sample(policy, prompts, 1, (1, 2))
+        ids = [sample.completion_ids for (sample,) in samples]
+        return {"ids": ids, "difference": metrics["rollout/logp_diff_mean"]}
+
+    torch.set_float32_matmul_precision("high")
+    random.seed(5)
+    np.random.seed(6)
+    torch.manual_seed(7)
+    before = process_state()
+    found = {"vllm": sample("vllm"), "hf": sample("hf")}
+    after = process_state()
+    found["changed"] = [name for name in before if str(before[name]) != str(after[name])]
+    add_noise(policy)
+    found["updated"] = sample("vllm")
+
+    from vllm.usage.usage_lib import is_usage_stats_enabled
+
+    return found | {"reports its use": is_usage_stats_enabled()}
+
 
 if __name__ == "__main__":
-    ((model, path),) = json.loads(sys.argv[1])
+    ((model, path, temperature),) = json.loads(sys.argv[1])
     os.environ["MASTER_PORT"] = str(json.loads(os.environ["PORTS"])[0])
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
+    world = int(os.environ.get("WORLD_SIZE", 1))
     store = None if world > 1 else dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    policy = fully_shard(AutoModelForCausalLM.from_pretrained(model), reshard_after_forward=True)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    rows = [json.loads(line)["prompt"] for line in gzip.open(TOY / "prompts_test.jsonl.gz", "rt")][:64]
-    prompts = [encode_prompt(tokenizer, [{"role": "user", "content": row}]) for row in rows]
-
-    args = SimpleNamespace(model=model, trust_remote_code=False, vllm_memory=0.3, generation_batch_size=256)
-    args.max_new_tokens = 12
-    args.top_p = 0.95
-    tokens = tokens_of(tokenizer, {tokenizer.eos_token_id})
-    vllm, hf = (
-        start_engine(SimpleNamespace(**vars(args), engine=name), torch.float32, torch.device("cpu"), 32)
-        for name in ("vllm", "hf")
-    )
-
-    def look(engine, temperature=0.7):
-        args.temperature = temperature
-        ids, logps = generate(engine, prompts, args, tokens, (1, 2))
-        few = [Example(0, "", *pair) for pair in zip(prompts[:8], ids)]
-        return ids, engine_difference(engine, policy, few, logps, 0)
-
-    report = {}
-    for engine in (vllm, hf):
-        update_engine(engine, policy)
-    report["samples"], report["difference"] = look(vllm)
-    report["greedy_vllm"], report["greedy_hf"] = look(vllm, 0.0)[0], look(hf, 0.0)[0]
-    noise = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            full = parameter.full_tensor()
-            full += 0.05 * torch.randn(full.shape, generator=noise)
-            shards = torch.chunk(full, world) if full.shape[0] >= world else (full,)
-            parameter.to_local().copy_(shards[rank])
-    report["stale"], report["difference_when_stale"] = look(vllm)
-    update_engine(vllm, policy)
-    report["updated"], report["difference_after_update"] = look(vllm)
+    found = look(model, temperature)
     if rank == 0:
         with open(path, "w") as file:
-            json.dump(report, file)
+            json.dump(found, file)
     dist.barrier()
     dist.destroy_process_group()

@@ -1,33 +1,36 @@
-"""worker.py, except that rank 0 ends itself with SIGKILL in call n of a function; KILL is "function n"."""
+"""worker.py, except that KILL, "function n", ends rank 0 with SIGKILL in call n of a function.
+
+"function late": rank 1 calls it two seconds after the others.
+"""
 
 import importlib
 import os
 import runpy
 import signal
 import sys
+import time
 from pathlib import Path
 
 import run
+import utils
 
 if __name__ == "__main__":
-    name, count = os.environ["KILL"].split()
+    name, moment = os.environ["KILL"].split()
+    rank = os.environ.get("RANK", "0")
     script = importlib.import_module(os.environ["SCRIPT"])
-    if name == "save":
-        owner = run.dcp
-    elif hasattr(script, name):
-        owner = script
-    else:
-        owner = script.utils
+    owner = next(owner for owner in (script, utils, utils.Sampler, run, run.dcp) if hasattr(owner, name))
     original = getattr(owner, name)
     calls = []
 
-    def fatal(*arguments, **keywords):
+    def disturbed(*arguments, **keywords):
+        if moment == "late" and rank == "1":
+            time.sleep(2)
         calls.append(name)
         result = original(*arguments, **keywords)  # dies after the work and before anything is made of it
-        if len(calls) == int(count) and os.environ.get("RANK", "0") == "0":
+        if str(len(calls)) == moment and rank == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    setattr(owner, name, fatal)
+    setattr(owner, name, disturbed)
     sys.argv[0] = str(Path(__file__).with_name("worker.py"))
     runpy.run_path(sys.argv[0], run_name="__main__")

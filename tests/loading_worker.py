@@ -4,32 +4,28 @@ import json
 import os
 import sys
 import threading
-import time
 
 import torch
 import torch.distributed as dist
 from conftest import parse_args
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import dpo_humanline as script
 import utils
 
 
-def parse(folder: str, dtype: str):
-    return parse_args(script, ["--model", folder, "--dataset", "none.jsonl", "--dtype", dtype])
-
-
 def load(folder: str, dtype: str):
     """Policy and reference; the reference has the dtype in which both compute."""
-    args = parse(folder, dtype)
-    config = AutoConfig.from_pretrained(folder)
-    return script.load_models(args, config, getattr(torch, dtype), torch.device("cpu"))
+    args = parse_args(script, ["--model", folder, "--dataset", "none.jsonl", "--dtype", dtype])
+    args.max_length = args.max_prompt_length = args.max_new_tokens = 16
+    return script.load_models(args, getattr(torch, dtype), torch.device("cpu"))
 
 
+@torch.no_grad()
 def logits(model, input_ids):
     options = {}
     if model.config._attn_implementation == "packed":
-        options["sequence_lengths"] = [input_ids.shape[1]]  # every row is one sequence
+        options["lengths"] = [input_ids.shape[1]]  # every row is one sequence
     return model(input_ids, **options).logits
 
 
@@ -49,7 +45,8 @@ def compare(folder: str) -> None:
             parameter.mul_(factor)
         for parameter in policy.parameters():
             parameter.to_local().mul_(factor)
-        script.sync_reference(reference, policy)
+        if factor > 1:
+            script.sync_reference(reference, policy)
         wanted = plain(input_ids).logits
         assert torch.equal(logits(policy.eval(), input_ids), wanted), f"policy {folder} {factor}"
         assert torch.equal(logits(reference, input_ids), wanted), f"reference {folder} {factor}"
@@ -63,33 +60,32 @@ def compare(folder: str) -> None:
 def memory(folder: str) -> None:
     """Prints the peak of the summed memory of all ranks while they load, in bytes beyond what they had."""
     utils.choose_attention = lambda *args: None  # its pass takes what any pass takes
-    pids, peak, done = [None] * dist.get_world_size(), 0, threading.Event()
-    load(f"{folder}-small", "float32")  # imports, and what is allocated once
+    load(f"{folder}-small", "bfloat16")  # imports, and what is allocated once
+    pids, readings, done = [None] * dist.get_world_size(), [], threading.Event()
     dist.all_gather_object(pids, os.getpid())
 
-    def proportional_set_size() -> int:
+    def read():  # pages that ranks share count once
         rollups = [open(f"/proc/{pid}/smaps_rollup").read() for pid in pids]
-        return sum(int(text.partition("\nPss:")[2].split()[0]) for text in rollups) * 1024
+        readings.append(sum(int(text.partition("\nPss:")[2].split()[0]) for text in rollups) * 1024)
 
     def watch():
-        nonlocal peak
-        while not done.is_set():
-            peak = max(peak, proportional_set_size())
-            time.sleep(0.02)
+        while not done.wait(0.02):
+            read()
 
-    before = proportional_set_size()
+    read()
     dist.barrier()
     if dist.get_rank() == 0:
         threading.Thread(target=watch).start()
-    models = load(folder, "float32")
+    models = load(folder, "bfloat16")
     dist.barrier()
     done.set()
-    print(json.dumps({"peak": peak - before, "parameters": sum(p.numel() for p in models[0].parameters())}))
+    parameters = sum(p.numel() for p in models[0].parameters())
+    print(json.dumps({"peak": max(readings) - readings[0], "parameters": parameters}))
 
 
 if __name__ == "__main__":
     for port, (task, folder) in zip(json.loads(os.environ["PORTS"]), json.loads(sys.argv[1])):
         os.environ["MASTER_PORT"] = str(port)
-        script.setup(parse(folder, "float32"))
+        script.setup(script.Args(dtype="float32"))
         {"compare": compare, "memory": memory}[task](folder)
         dist.destroy_process_group()

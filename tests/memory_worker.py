@@ -5,27 +5,32 @@ import ctypes
 import importlib
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 from conftest import parse_args
 
-import run
+
+def resident(name: str) -> float:
+    """VmRSS: now, VmHWM: the peak, GiB."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{name}:\s+(\d+)", status)[1]) / 2**20
+
 
 if __name__ == "__main__":
     # M_MMAP_THRESHOLD: larger tensors go back to the system when they are freed.
     ctypes.CDLL(None).mallopt(-3, 2**16)
     script = importlib.import_module(os.environ["SCRIPT"])
     before = []
-    open_folder = script.open_folder
+    load_models = script.load_models
 
     def measured(*arguments):
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        before.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**30)
-        return open_folder(*arguments)
+        before.append(resident("VmRSS"))
+        return load_models(*arguments)
 
-    script.open_folder = measured
+    script.load_models = measured
     for port, arguments in zip(json.loads(os.environ["PORTS"]), json.loads(sys.argv[1])):
         os.environ["MASTER_PORT"] = str(port)
         script.main(parse_args(script, arguments))
-    print(json.dumps({"before": before[-1], "peak": run.peak_memory(run.torch.device("cpu"))}))
+    print(json.dumps({"before": before[-1], "peak": resident("VmHWM")}))

@@ -20,8 +20,9 @@ import dpo_humanline
 import utils
 from utils import Example, pad_batch, token_logps
 
-EXAMPLES = [Example(1, "", [1, 7, 2], [9, 10, 11, 5]), Example(2, "", [1, 8, 2], [20, 21, 5])]
-PROBE = pad_batch(EXAMPLES, 0, torch.device("cpu"))
+PROBE = pad_batch([Example("", [1, 7, 2], [9, 10, 11, 5]), Example("", [1, 8, 2], [20, 21, 5])], "cpu")
+SYNC = dpo_humanline.sync_reference
+LOAD_MODELS = dpo_humanline.load_models
 
 
 def digest(tensors) -> str:
@@ -31,29 +32,23 @@ def digest(tensors) -> str:
     return content.hexdigest()
 
 
-def weights(model) -> str:
-    return digest(parameter.full_tensor() for parameter in model.parameters())
-
-
 def watch(record: list) -> None:
-    models, early, passes = {}, [], []
+    models = {}
 
     def load_models(*arguments):
         models.update(zip(("policy", "reference"), LOAD_MODELS(*arguments)))
         return tuple(models.values())
 
-    def recording_token_logps(model, input_ids, mask, *rest):
-        if model is models["reference"]:
-            passes.append(model)
-            return token_logps(model, input_ids, mask, *rest)
-        record.append({"syncs": 0, "sync_collectives": 0, "reference_passes": len(passes)})
-        passes.clear()
-        for kind, each in models.items():
-            with torch.no_grad(), CommDebugMode() as communication:
-                probe = token_logps(each, *PROBE)
-            record[-1] |= {f"{kind}_logps": digest([probe]), f"{kind}_weights": weights(each)}
-            record[-1]["forward_collectives"] = communication.get_total_counts()
-        return token_logps(model, input_ids, mask, *rest)
+    def recording_token_logps(model, input_ids, mask):
+        if model is models["policy"]:
+            step = {"syncs": 0, "sync_collectives": 0}
+            for kind, each in models.items():
+                with torch.no_grad(), CommDebugMode() as communication:
+                    step[f"{kind}_logps"] = digest([token_logps(each, *PROBE)])
+                step[f"{kind}_weights"] = digest(weight.full_tensor() for weight in each.parameters())
+                step["forward_collectives"] = communication.get_total_counts()
+            record.append(step)
+        return token_logps(model, input_ids, mask)
 
     def counting_sync(reference, policy):
         with torch.no_grad():
@@ -61,10 +56,6 @@ def watch(record: list) -> None:
             token_logps(reference, *PROBE)
         with CommDebugMode() as communication:
             SYNC(reference, policy)
-        if not record:  # the reference gets its weights, once, before the first step
-            early.append(communication.get_total_counts())
-            assert early == [0]
-            return
         record[-1]["syncs"] += 1
         record[-1]["sync_collectives"] += communication.get_total_counts()
 
@@ -75,7 +66,6 @@ def watch(record: list) -> None:
 
 
 if __name__ == "__main__":
-    SYNC, LOAD_MODELS = dpo_humanline.sync_reference, dpo_humanline.load_models
     for port, arguments in zip(json.loads(os.environ["PORTS"]), json.loads(sys.argv[1])):
         os.environ["MASTER_PORT"] = str(port)
         args = parse_args(dpo_humanline, arguments)

@@ -14,9 +14,8 @@ from conftest import PAIRS, ROOT, TOY, run_ranks
 
 constants = pytest.importorskip("alpaca_eval.constants")
 WORDS = "queen clerk baker nurse pilot judge tailor farmer".split()  # of the toy's prompts, or unknown to it
-REFERENCE = [
-    {"instruction": f"for {word}\n", "output": "aster", "generator": "gpt4_1106_preview"} for word in WORDS
-]
+ANSWER = {"output": "aster", "generator": "gpt4_1106_preview"}
+REFERENCE = [{"instruction": f"for {word}\n"} | ANSWER for word in WORDS]
 
 
 class Judge(BaseHTTPRequestHandler):
@@ -42,49 +41,38 @@ class Judge(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run of DPO that has sampled for the instructions of the reference file."""
-    folder = tmp_path_factory.mktemp("alpaca")
-    (folder / "ref.json").write_text(json.dumps(REFERENCE))
-    flags = ["--model", str(TOY / "policy"), "--dataset", PAIRS, "--eval-dataset", str(folder / "ref.json")]
-    flags += ["--num-steps", "1", "--batch-size", "8", "--max-new-tokens", "16", "--engine", "hf"]
-    run_ranks(1, [[*flags, "--eval-samples", str(len(WORDS)), "--output-dir", str(folder / "mine")]])
-    return folder
+def test_the_command_judges_every_output_with_our_annotator_and_the_packages_prompt(tmp_path):
+    (tmp_path / "ref.json").write_text(json.dumps(REFERENCE))
+    (tmp_path / "ref.jsonl").write_text("".join(json.dumps(row) + "\n" for row in REFERENCE))
+    run = ["--model", str(TOY / "policy"), "--dataset", PAIRS, "--eval-dataset", str(tmp_path / "ref.jsonl")]
+    run += ["--num-steps", "1", "--batch-size", "8", "--max-new-tokens", "16"]
+    run_ranks(1, [[*run, "--output-dir", str(tmp_path / "mine")]])
+    outputs = json.loads((tmp_path / "mine" / "outputs.json").read_text())
+    assert [row["instruction"] for row in outputs] == [row["instruction"] for row in REFERENCE]
 
-
-def test_outputs_are_the_reference_files_instructions_in_its_order(run):
-    from alpaca_eval.utils import get_generator_name, load_or_convert_to_dataframe
-
-    outputs = load_or_convert_to_dataframe(run / "mine" / "outputs.json")
-    assert list(outputs["instruction"]) == [row["instruction"] for row in REFERENCE]
-    assert get_generator_name(None, outputs) == "mine" and outputs["output"].map(type).eq(str).all()
-
-
-def test_the_command_judges_every_output_with_our_annotator_and_the_packages_prompt(run):
-    shutil.copytree(ROOT / "paper" / "alpaca_eval", run / "judge")
+    shutil.copytree(ROOT / "paper" / "alpaca_eval", tmp_path / "judge")
     prompt = constants.EVALUATORS_CONFIG_DIR / "alpaca_eval_clf_gpt4_turbo" / "alpaca_eval_clf.txt"
-    shutil.copy(prompt, run / "judge" / "gpt41")  # as docs/alpaca_eval.md does
+    shutil.copy(prompt, tmp_path / "judge" / "gpt41")  # as docs/alpaca_eval.md does
     server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     client = {"api_key": "none", "base_url": f"http://127.0.0.1:{server.server_port}/v1"}
-    (run / "client.yaml").write_text(json.dumps({"default": [client]}))
+    (tmp_path / "client.yaml").write_text(json.dumps({"default": [client]}))
     command = [sys.executable, "-m", "alpaca_eval.main", "evaluate", "--model_outputs", "mine/outputs.json"]
-    command += ["--reference_outputs", "ref.json", "--annotators_config", str(run / "judge" / "gpt41")]
+    command += ["--reference_outputs", "ref.json", "--annotators_config", str(tmp_path / "judge" / "gpt41")]
     # The length-controlled win rate needs the Hub.
     command += ["--fn_metric", "get_winrate", "--sort_by", "win_rate"]
-    environment = os.environ | {"OPENAI_CLIENT_CONFIG_PATH": str(run / "client.yaml")}
+    env = os.environ | {"OPENAI_CLIENT_CONFIG_PATH": str(tmp_path / "client.yaml")}
     try:
-        done = subprocess.run(command, cwd=run, env=environment, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
     finally:
         server.shutdown()
         server.server_close()
     assert done.returncode == 0, done.stderr[-3000:]
     name, _, *numbers = done.stdout.splitlines()[-1].split()
     assert (name, int(numbers[-2])) == ("mine", len(WORDS)) and len(Judge.asked) == len(WORDS)
-    preferences = [row["preference"] for row in json.loads((run / "mine" / "annotations.json").read_text())]
+    annotations = json.loads((tmp_path / "mine" / "annotations.json").read_text())
     # The two outputs change places at random, so m is the reference's in some pairs and ours in the others.
-    assert sorted({round(preference, 9) for preference in preferences}) == [1.25, 1.75]
+    assert sorted({round(row["preference"], 9) for row in annotations}) == [1.25, 1.75]
     for request in Judge.asked:
         wanted = {"model": "gpt-4.1-2025-04-14", "max_tokens": 1, "logprobs": True, "top_logprobs": 5}
         assert request.items() >= wanted.items()

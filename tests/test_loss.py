@@ -1,69 +1,68 @@
-"""The DPO loss, humanline clipping and humanline sampling against computations by hand."""
+"""The DPO loss and humanline clipping by hand; a loss that is changed is changed in the evaluation too."""
 
+import gzip
+import json
 import math
+from itertools import islice
 
-import numpy as np
 import pytest
 import torch
-from scipy.stats import beta as beta_distribution
+from conftest import metrics
+from test_token_logps import full_logps
+from transformers import AutoModelForCausalLM
+from worker import run_here
 
-from dpo_humanline import beta_draws, dpo_loss, humanline_sampling
+import dpo_humanline
+import kto_humanline
+import utils
+from dpo_humanline import clip_log_ratio, dpo_loss
 
 
-def batch(pairs=3, length=6, scale=2.0, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    log_ratio = scale * torch.randn(2 * pairs, length, dtype=torch.float64, generator=generator)
-    mask = (torch.arange(length) < torch.tensor([6, 4, 1, 2, 6, 3])[: 2 * pairs, None]).double()
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    log_ratio = 2 * torch.randn(6, 6, dtype=torch.float64, generator=generator)
+    mask = (torch.arange(6) < torch.tensor([6, 4, 1, 2, 6, 3])[:, None]).double()
     return log_ratio, mask
 
 
 def loss_by_hand(log_ratio, mask, beta, low=-math.inf, high=math.inf):
     """Equation 6 in python floats."""
-    rows, pairs = log_ratio.tolist(), len(log_ratio) // 2
     rewards = []
-    for row, row_mask in zip(rows, mask.tolist()):
+    for row, row_mask in zip(log_ratio.tolist(), mask.tolist()):
         clipped = [min(max(x, low), high) for x, m in zip(row, row_mask) if m]
         rewards.append(beta * sum(clipped))
+    pairs = len(rewards) // 2
     return [math.log1p(math.exp(-(rewards[i] - rewards[pairs + i]))) for i in range(pairs)]
 
 
 @pytest.mark.parametrize("bounds", [(-math.inf, math.inf), (-1.5, 1.5), (-0.5, 2.0)])
-def test_loss_equals_the_equation_by_hand(bounds):
+def test_loss_equals_the_equation_by_hand_and_its_gradient_finite_differences(bounds):
     log_ratio, mask = batch()
-    loss, rewards = dpo_loss(log_ratio.clamp(*bounds), mask, beta=0.1)
+    args = dpo_humanline.Args(log_epsilon_P=bounds[0], log_epsilon_R=bounds[1])
+    loss, rewards = dpo_loss(clip_log_ratio(args, log_ratio), mask, beta=0.1)
     assert loss.tolist() == pytest.approx(loss_by_hand(log_ratio, mask, 0.1, *bounds), rel=1e-12)
     expected = 0.1 * (log_ratio.clamp(*bounds) * mask).sum(-1)
     assert rewards.tolist() == pytest.approx(expected.tolist(), rel=1e-12)
-
-
-@pytest.mark.parametrize("bounds", [(-math.inf, math.inf), (-1.5, 1.5)])
-def test_gradient_equals_finite_differences(bounds):
-    log_ratio, mask = batch()
+    variable = log_ratio.clone().requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda x: dpo_loss(x.clamp(*bounds), mask, 0.5)[0].sum(), log_ratio.clone().requires_grad_(), eps=1e-7
+        lambda x: dpo_loss(clip_log_ratio(args, x), mask, 0.5)[0].sum(), variable, eps=1e-7
     )
-
-
-def test_infinite_bounds_are_the_plain_loss():
-    log_ratio, mask = batch()
-    clipped, _ = dpo_loss(log_ratio.clamp(-math.inf, math.inf), mask, 1.0)
-    assert torch.equal(clipped, dpo_loss(log_ratio, mask, 1.0)[0])
 
 
 def test_gradient_is_exactly_zero_outside_the_bounds_and_only_there():
     log_ratio, mask = batch()
     log_ratio.requires_grad_()
-    dpo_loss(log_ratio.clamp(-1.5, 1.5), mask, 1.0)[0].sum().backward()
-    outside = (log_ratio < -1.5) | (log_ratio > 1.5)
+    dpo_loss(clip_log_ratio(dpo_humanline.Args(), log_ratio), mask, 1.0)[0].sum().backward()
+    outside = log_ratio.abs() > 1.5
     assert outside[mask.bool()].any() and (~outside)[mask.bool()].any()
     assert (log_ratio.grad[outside] == 0).all()
     assert (log_ratio.grad[~outside & mask.bool()] != 0).all()
 
 
-def test_tokens_outside_the_mask_change_nothing():
-    log_ratio, mask = batch()
-    noise = torch.where(mask.bool(), log_ratio, torch.full_like(log_ratio, 7.0))
-    assert torch.equal(dpo_loss(log_ratio, mask, 1.0)[0], dpo_loss(noise, mask, 1.0)[0])
+@pytest.mark.parametrize("flag", ["humanline", "clip"])
+def test_without_humanline_or_clip_nothing_is_clipped(flag):
+    log_ratio, _ = batch()
+    assert clip_log_ratio(dpo_humanline.Args(**{flag: False}), log_ratio) is log_ratio
 
 
 def test_a_log_ratio_of_zero_is_a_token_like_any_other():
@@ -74,63 +73,62 @@ def test_a_log_ratio_of_zero_is_a_token_like_any_other():
     assert (log_ratio.grad[0] == -0.5).all() and (log_ratio.grad[1] == 0.5).all()
 
 
-LOW, HIGH, M = -1.5, 1.5, 10.0
+# --- training and evaluation have one loss ---
 
 
-def draws(shape, kappa):
-    mask = torch.ones(shape, dtype=torch.float64)
-    keys = [(0, row) for row in range(shape[0])]
-    B_P = beta_draws(mask, keys, 0, kappa, math.exp(LOW) / M)
-    B_R = beta_draws(mask, keys, 1, kappa, math.exp(-HIGH) / M)
-    return B_P, B_R
+def mean_log_ratio(log_ratio, mask):
+    return (log_ratio * mask).sum(-1) / mask.sum(-1)
 
 
-def kept(log_ratio, B_P, B_R):
-    """1 where a token keeps its gradient, else 0; no token may change its value. A draw of 0 rejects none."""
-    log_ratio = log_ratio.clone().requires_grad_()
-    sampled = humanline_sampling(log_ratio, B_P, B_R, M)
-    assert torch.equal(sampled, log_ratio)
-    return torch.autograd.grad(sampled.sum(), log_ratio)[0]
+def normalized_dpo_loss(log_ratio, mask, beta):
+    rewards = beta * mean_log_ratio(log_ratio, mask)
+    chosen, rejected = rewards.chunk(2)
+    return -(chosen - rejected).sigmoid().log(), rewards.detach()
 
 
-def test_humanline_sampling_tends_to_the_accept_set_of_clipping():
-    """Theorem 4.3: as κ grows, the kept tokens are those with ε_P <= ratio <= ε_R."""
-    log_ratio = torch.linspace(-3, 3, 4001, dtype=torch.float64)[None]
-    wanted = ((log_ratio >= LOW) & (log_ratio <= HIGH)).double()
-    disagreement = []
-    for kappa in (1e2, 1e4, 1e6, 1e8):
-        found = kept(log_ratio, *draws(log_ratio.shape, kappa))
-        disagreement.append((found != wanted).double().mean().item())
-    assert disagreement == sorted(disagreement, reverse=True)
-    assert disagreement[0] > 0.02 and disagreement[-1] < 1e-3
+def normalized_kto_loss(log_ratio, mask, desirable, z_0, beta, *lambdas):
+    """Without z_0, which an evaluation does not have."""
+    rewards = beta * mean_log_ratio(log_ratio, mask)
+    return 1 - torch.where(desirable, rewards, -rewards).sigmoid(), rewards.detach()
 
 
-@pytest.mark.parametrize("kappa", [20.0, 100.0])
-@pytest.mark.parametrize("log_ratio", [-1.8, -1.2, 0.0, 1.4, 2.0])
-def test_accept_rate_matches_the_beta_distribution(kappa, log_ratio):
-    values = torch.full((8, 25000), log_ratio, dtype=torch.float64)
-    (B_P, B_R), none = draws(values.shape, kappa), torch.zeros_like(values)
-    ratio, mean_P, mean_R = math.exp(log_ratio), math.exp(LOW) / M, math.exp(-HIGH) / M
-    kept_P = beta_distribution.cdf(ratio / M, kappa * mean_P, kappa * (1 - mean_P))  # P(M B_P <= ratio)
-    kept_R = beta_distribution.cdf(1 / ratio / M, kappa * mean_R, kappa * (1 - mean_R))
-    for found, wanted in ((kept(values, B_P, none), kept_P), (kept(values, none, B_R), kept_R)):
-        tolerance = 5 * math.sqrt(wanted * (1 - wanted) / 200000) + 1e-9
-        assert found.mean().item() == pytest.approx(wanted, abs=tolerance)
-    assert kept(values, B_P, B_R).mean().item() == pytest.approx(kept_P * kept_R, abs=0.006)
+@pytest.mark.parametrize(
+    ("script", "name", "loss", "group"),  # how many examples of a batch are a group of the script's
+    [
+        (dpo_humanline, "dpo_loss", normalized_dpo_loss, 2),
+        (kto_humanline, "kto_loss", normalized_kto_loss, 1),
+    ],
+)
+def test_a_replaced_loss_is_that_of_training_and_of_evaluation(
+    script, name, loss, group, tmp_path, monkeypatch
+):
+    """On the same pairs, which are all one batch: an evaluation has the loss of the step that follows."""
+    monkeypatch.setattr(script, name, loss)
+    rows = [json.loads(line) for line in islice(gzip.open(script.TOY["dataset"]), 12)]
+    rows[0]["chosen"] = rows[0]["chosen"].split()[0]  # where the two kinds of loss differ most
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--dataset", tmp_path / "pairs.jsonl", "--eval-dataset", tmp_path / "pairs.jsonl"]
+    flags += ["--no-humanline", "--batch-size", 24 // group, "--eval-every", "1", "--eval-samples", "0"]
+    flags += ["--num-steps", "3", "--warmup-fraction", "0", "--checkpoint-every", "0"]
+    steps = metrics(run_here(script, *flags, "--output-dir", tmp_path / "run"))
+    for before, after in zip(steps, steps[1:]):
+        assert before["eval/loss"] == pytest.approx(after["loss"], rel=1e-9)
+    assert len({step["loss"] for step in steps}) == 3
 
-
-def test_rejected_tokens_keep_their_value_and_lose_their_gradient():
-    log_ratio = torch.tensor([[-3.0, 0.0, 3.0]], dtype=torch.float64)
-    (B_P, B_R), none = draws((1, 3), 1e8), torch.zeros(1, 3)
-    assert kept(log_ratio, B_P, B_R).tolist() == [[0.0, 1.0, 0.0]]
-    assert kept(log_ratio, B_P, none).tolist() == [[0.0, 1.0, 1.0]]
-    assert kept(log_ratio, none, B_R).tolist() == [[1.0, 1.0, 0.0]]
-
-
-def test_draws_depend_on_their_key_and_stream_alone():
-    wide = beta_draws(torch.ones(2, 9), [(1, 2), (1, 3)], 0, 50.0, 0.1)
-    narrow = beta_draws(torch.ones(1, 4), [(1, 3)], 0, 50.0, 0.1)
-    assert torch.equal(wide[1:, :4], narrow) and not torch.equal(wide[0], wide[1])
-    other = beta_draws(torch.ones(1, 4), [(1, 3)], 1, 50.0, 0.1)
-    assert not torch.equal(narrow, other)
-    assert np.isclose(beta_draws(torch.ones(1, 20000), [(7,)], 0, 50.0, 0.1).mean(), 0.1, atol=0.002)
+    toy = script.TOY["model"]
+    tokenizer, eos_ids = utils.load_tokenizer(toy)
+    examples = []
+    for column in ("chosen", "rejected"):
+        for row in rows:
+            ids = utils.encode(tokenizer, eos_ids, row["prompt"], row[column])
+            examples.append(utils.Example(row["prompt"], *ids))
+    input_ids, mask = utils.pad_batch(examples, "cpu")
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(name).double() for name in (tmp_path / "run" / "final", toy)
+    )
+    with torch.no_grad():
+        log_ratio = full_logps(policy, input_ids, mask) - full_logps(reference, input_ids, mask)
+    arguments = () if group == 2 else (torch.arange(24) < 12, 0.0)
+    by_hand, _ = loss(log_ratio, mask, *arguments, script.TOY["beta"])
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["after"]["eval/loss"][0] == pytest.approx(by_hand.mean().item(), rel=1e-6)

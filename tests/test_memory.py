@@ -6,9 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, TOY, run_ranks
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(ROOT / "benchmark"))
+import memory  # noqa: E402
+
 PARAMETERS = {  # published
     "llama-3-8b": 8_030_261_248,
     "qwen2.5-1.5b": 1_543_714_304,
@@ -24,55 +28,44 @@ def estimates(*runs) -> list[dict]:
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
-def sizes(folder) -> list:
+def sizes(config) -> list:
     """Shapes of a model's parameters."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = folder if hasattr(folder, "to_dict") else AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         return [parameter.shape for parameter in AutoModelForCausalLM.from_config(config).parameters()]
 
 
 def test_state_is_hand_arithmetic():
     """Each parameter is cut along its first dimension, and rank 0 has the first and largest part."""
+    shapes = sizes(AutoConfig.from_pretrained(TOY / "policy"))
     runs = [(1, "float32"), (4, "bfloat16"), (8, "bfloat16")]
     common = ["--model", "toy", "--micro-batch-tokens", 2500]  # a pair
     found = estimates(*[[*common, "--ranks", ranks, "--dtype", dtype] for ranks, dtype in runs])
-    assert len(found) == len(runs)
     for (ranks, dtype), estimate in zip(runs, found):
-        held = sum(-(-shape[0] // ranks) * shape[1:].numel() for shape in sizes(TOY / "policy"))
+        held = sum(-(-shape[0] // ranks) * shape[1:].numel() for shape in shapes)
         state = STATE | {"reference": 2 if dtype == "bfloat16" else 4}
         for name, count in state.items():
             assert estimate["parts"][name] == count * held / GIB, name
         assert sum(estimate["parts"].values()) == estimate["peak"]
 
 
-def test_a_budget_of_tokens_is_that_of_as_many_sequences():
+def test_a_budget_of_tokens_is_that_of_as_many_sequences_and_shards_are_those_of_a_machine():
     common = ["--model", "toy", "--ranks", 2, "--max-length", 100]
-    four_pairs = ["--micro-batch-tokens", 800]
-    no_fifth = ["--micro-batch-tokens", 999]
-    one_pass = ["--batch-size", 8]
-    budget, more, alone, larger = estimates(
-        *[[*common, *flags] for flags in (four_pairs, no_fifth, one_pass, [])]
+    four_pairs, no_fifth, one_pass, larger, two_by_two = estimates(
+        [*common, "--micro-batch-tokens", 800],
+        [*common, "--micro-batch-tokens", 999],
+        [*common, "--batch-size", 8],
+        common,
+        ["--model", "toy", "--ranks", 4, "--max-length", 100, "--shard-size", 2],
     )
-    assert budget["parts"] == more["parts"]
-    activations = budget["parts"]["activations"]
-    assert alone["parts"]["activations"] == activations
+    assert four_pairs["parts"] == no_fifth["parts"]
+    activations = four_pairs["parts"]["activations"]
+    assert one_pass["parts"]["activations"] == activations
     assert larger["parts"]["activations"] > 2 * activations
-
-
-def test_shards_of_one_machine_are_those_of_its_ranks():
-    common = ["--model", "toy", "--ranks"]
-    four, two_by_four = estimates([*common, 4], [*common, 8, "--shard-size", 4])
-    assert four["parts"]["Adam moments"] == two_by_four["parts"]["Adam moments"]
+    assert two_by_two["parts"]["Adam moments"] == larger["parts"]["Adam moments"]
 
 
 @pytest.mark.parametrize("preset", PARAMETERS)
 def test_presets_have_the_published_number_of_parameters(preset):
-    import memory
-    from transformers import AutoConfig
-
     shapes = sizes(AutoConfig.for_model(**dict(zip(memory.SHAPE, memory.PRESETS[preset]))))
     assert sum(shape.numel() for shape in shapes) == PARAMETERS[preset]
 
@@ -98,13 +91,13 @@ def test_every_script_and_preset():
 
 
 def test_llama_3_8b_on_four_gpus():
-    command = [sys.executable, ROOT / "benchmark" / "memory.py", "--model", "llama-3-8b", "--json"]
-    flags = ["--ranks", "4", "--micro-batch-tokens", "5000", "--gradient-checkpointing"]
-    result = subprocess.run([*command, *flags], capture_output=True, text=True, check=True)
-    estimate = json.loads(result.stdout)
+    """docs/performance.md prints the peak."""
+    flags = ["--model", "llama-3-8b", "--gradient-checkpointing", "--json"]
+    output = subprocess.check_output([sys.executable, ROOT / "benchmark" / "memory.py", *flags])
+    estimate = json.loads(output)
     for name, count in (STATE | {"reference": 2}).items():
         assert estimate["parts"][name] == count * PARAMETERS["llama-3-8b"] / 4 / GIB
-    assert 34 < estimate["peak"] < 42
+    assert estimate["peak"] == pytest.approx(40.23, abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -116,28 +109,21 @@ def test_llama_3_8b_on_four_gpus():
     ],
 )
 def test_what_is_refused(flags, told, capsys):
-    import memory
-
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit):
         memory.main(flags)
-    assert stopped.value.code in (1, 2) and told in capsys.readouterr().err
+    assert told in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory) -> Path:
     """A Llama of 20 million parameters, 16 of them head and embedding, and pairs of 2 x (64 + 64) tokens."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("material")
-    shape = {"vocab_size": 32000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    shape = dict(vocab_size=32000, hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
+    shape |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
     LlamaForCausalLM(LlamaConfig(**shape, eos_token_id=5, pad_token_id=0)).save_pretrained(folder / "model")
     AutoTokenizer.from_pretrained(TOY / "policy").save_pretrained(folder / "model")
-    row = {
-        "prompt": "rose " * 60 + "rose",
-        "chosen": "ivy " * 99 + "ivy",
-        "rejected": "holly " * 99 + "holly",
-    }
+    words = {"prompt": (61, "rose"), "chosen": (100, "ivy"), "rejected": (100, "holly")}
+    row = {column: " ".join([word] * count) for column, (count, word) in words.items()}
     (folder / "pairs.jsonl").write_text((json.dumps(row) + "\n") * 8)
     return folder
 
@@ -154,10 +140,8 @@ def test_estimate_is_the_measured_peak(material, tmp_path, script, ranks, flags,
     """And no part of it could be forgotten without notice."""
     common = [f"--dataset={material}/pairs.jsonl", "--num-steps=2", "--checkpoint-every=0", "--dtype=float32"]
     common += ["--max-length=128", "--max-prompt-length=64", "--max-new-tokens=64", *flags]
-    runs = [
-        [*common, "--model", m, "--output-dir", f"{tmp_path}/{i}"]
-        for i, m in enumerate((f"{TOY}/policy", f"{material}/model"))
-    ]
+    first = [*common, "--model", f"{TOY}/policy", "--output-dir", f"{tmp_path}/first"]
+    runs = [first, [*common, "--model", f"{material}/model", "--output-dir", f"{tmp_path}/second"]]
     measured = json.loads(run_ranks(ranks, runs, "memory_worker.py", f"{script}_humanline").splitlines()[-1])
     (estimate,) = estimates(["--script", script, "--ranks", ranks, "--model", f"{material}/model", *common])
     peak = measured["peak"] - measured["before"]

@@ -4,28 +4,13 @@ import json
 
 import pytest
 import torch
-from conftest import (
-    PAIRS,
-    ROOT,
-    SHARED,
-    TOY,
-    finish,
-    metrics,
-    parse_args,
-    read_pool,
-    refused,
-    run_ranks,
-    start_ranks,
-)
+from conftest import PAIRS, ROOT, SHARED, TOY, finish, metrics, read_pool, refused, run_ranks, start_ranks
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
-import dpo_humanline
-from dpo_humanline import best_and_worst
-from run import check_flags
 from utils import Example, load_reward_model, means, reward_scores, win_rate
 
 RUN = ["--online", "--engine", "hf", "--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "4"]
-RUN += ["--k", "3", "--round-prompts", "10", "--batch-size", "8", "--num-steps", "7"]
+RUN += ["--k", "3", "--round-prompts", "20", "--batch-size", "8", "--num-steps", "7"]
 RUN += ["--max-new-tokens", "12", "--checkpoint-every", "3", "--eval-every", "3", "--warmup-fraction", "0"]
 
 
@@ -52,44 +37,30 @@ def test_two_ranks_sample_the_same_rounds(run, run_on_two):
     assert (run_on_two / "summary.json").exists()
 
 
-def test_leftover_pairs_go_into_the_next_round(run):
-    """Ten prompts a round, at most ten pairs, eight of them a step: the rest is trained on later."""
+def test_what_a_round_leaves_over_is_trained_on_before_the_next_one(run):
+    """Twenty prompts give twenty pairs, and a step takes eight: 20 12, 24 16 8, 20 12, and 4 are left."""
     steps = metrics(run)
-    pairs, used = 0, 0
-    for line in steps:
-        if used + 8 > pairs:
-            filtered = {s["rollout/round"]: s["rollout/filtered"] for s in steps[: line["step"] + 1]}
-            pairs = sum(round((1 - share) * 10) for share in filtered.values())
-        used += 8
-        assert used <= pairs
-    assert [line["rollout/round"] for line in steps] == sorted(line["rollout/round"] for line in steps)
-    assert pairs - used < 8 + 10
+    assert [line.get("rollout/round") for line in steps] == [1, None, 2, None, None, 3, None]
+    assert [line["rollout/age_steps"] for line in steps] == [0, 1, 0, 1, 2, 0, 1]
+    assert all(line.get("rollout/filtered", 0) == 0 for line in steps)
+    pools = {step: read_pool(run / "checkpoints" / f"step-{step}") for step in (6, 7)}
+    assert len(pools[6]) == 12 and pools[7] == pools[6][8:]
+    assert len({line["lr"] for line in steps}) == 1  # no warmup in this run, and no restart
 
 
 def test_a_round_sets_the_reference_to_the_policy_and_k_goes_on(run):
-    steps, last = metrics(run), 0
-    for t, line in enumerate(steps):
-        if t and line["rollout/round"] != steps[t - 1]["rollout/round"]:
-            last = t
-            assert line["humanline/log_ratio_abs_mean"] == 0
-        assert line["humanline/steps_since_sync"] == t - last
-        if t % 3 == 0:
-            last = t
+    """Rounds begin at 0, 2 and 5. With k = 3 the reference is the policy before the updates of 0, 3 and 6."""
+    steps, ages = metrics(run), [0, 1, 0, 1, 1, 0, 1]
+    assert [line["humanline/steps_since_sync"] for line in steps] == ages
+    assert [line["humanline/log_ratio_abs_mean"] == 0 for line in steps] == [age == 0 for age in ages]
 
 
 def test_without_humanline_the_reference_is_the_round_start(tmp_path):
-    run_ranks(1, [[*RUN, "--no-humanline", "--round-prompts", "40", "--output-dir", str(tmp_path / "run")]])
-    steps, start = metrics(tmp_path / "run"), 0
-    for t, line in enumerate(steps):
-        start = t if t and line["rollout/round"] != steps[t - 1]["rollout/round"] else start
-        assert line["humanline/steps_since_sync"] == t - start
-    assert steps[-1]["rollout/round"] >= 2
-
-
-def test_optimizer_and_schedule_carry_on_across_rounds(run):
-    assert len({line["lr"] for line in metrics(run)}) == 1  # no warmup in this run, and no restart
-    state = json.loads((run / "checkpoints" / "step-6" / "state.json").read_text())
-    assert state["step"] == 6 and state["round"] > 3
+    run_ranks(1, [[*RUN, "--no-humanline", "--num-steps", "5", "--output-dir", str(tmp_path / "run")]])
+    steps, ages = metrics(tmp_path / "run"), [0, 1, 0, 1, 2]
+    assert [line["humanline/steps_since_sync"] for line in steps] == ages
+    assert [line["rollout/age_steps"] for line in steps] == ages
+    assert [line["humanline/log_ratio_abs_mean"] == 0 for line in steps] == [age == 0 for age in ages]
 
 
 def test_evaluation_by_sampling_is_logged_and_summarised(run):
@@ -103,20 +74,6 @@ def test_evaluation_by_sampling_is_logged_and_summarised(run):
     assert outputs[0]["instruction"].startswith("for ") and outputs[0]["output"].split()
 
 
-def test_best_and_worst_by_hand():
-    ids = [[10], [11], [12], [20], [21, 22, 23, 24, 25], [26], [30], [31], [32], [40], [40], [41]]
-    rewards = [0.1, 0.9, 0.3, 0.0, 0.5, -0.5, 0.2, 0.3, 0.4, 0.0, 1.0, 1.0]
-    samples = []
-    for i, (completion_ids, reward) in enumerate(zip(ids, rewards)):
-        samples.append(Example(i // 3, "x", [1, 2], completion_ids, reward, text="y").to_train(5))
-    groups = [samples[first : first + 3] for first in range(0, 12, 3)]
-    made = [best_and_worst(group, 0.5) for group in groups]
-    assert [[x.completion_ids for x in pair] for pair in made] == [[[11], [10]], [[21, 22, 23], [26]], [], []]
-    assert [[x.row for x in pair] for pair in made] == [[0, 0], [1, 1], [], []]
-    equal = [x._replace(reward=1.0) for x in groups[0]]
-    assert best_and_worst(equal, 0.0) == ()
-
-
 def test_win_rate_counts_ties_half():
     wins = win_rate(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0.0, 2.0, 4.0, 1.0]))
     assert wins.tolist() == [1, 0.5, 0, 1]
@@ -125,63 +82,53 @@ def test_win_rate_counts_ties_half():
     assert found["one"] == (1, 0)
 
 
-MOMENTS = {
-    "sampling": "generate 4",
-    "scoring": "reward_scores 4",
-    "mid-round training": "dpo_loss 6",
-    "checkpoint": "save 2",
-}
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_in_a_round_and_resumed_equals_uninterrupted(run, tmp_path, monkeypatch, moment):
-    monkeypatch.setenv("KILL", MOMENTS[moment])
-    arguments = [*RUN, "--checkpoint-every", "1", "--output-dir", str(tmp_path / "run")]
-    (killed,) = start_ranks(1, [arguments], "killing_worker.py")
-    finish([killed])
-    assert killed.exitcode == -9
-    monkeypatch.delenv("KILL")
-    run_ranks(1, [["--resume", str(tmp_path / "run")]])
-    assert metrics(tmp_path / "run", True) == metrics(run, True)
-    assert (tmp_path / "run" / "summary.json").read_text() == (run / "summary.json").read_text()
-
-
-def test_two_ranks_killed_and_resumed(run_on_two, tmp_path, monkeypatch):
-    monkeypatch.setenv("KILL", "dpo_loss 7")
-    arguments = [*RUN, "--micro-batch-tokens", "60", "--checkpoint-every", "1"]
-    arguments += ["--output-dir", str(tmp_path / "run")]
-    processes = start_ranks(2, [arguments], "killing_worker.py")
+@pytest.mark.parametrize(
+    ("ranks", "moment"),
+    [
+        (1, "sample_round 2"),
+        (1, "reward_scores 3"),
+        (1, "dpo_loss 6"),  # in the middle of a round
+        (1, "save 2"),
+        (2, "dpo_loss 7"),
+    ],
+)
+def test_killed_in_a_round_and_resumed_equals_uninterrupted(
+    run, run_on_two, tmp_path, monkeypatch, ranks, moment
+):
+    whole = {1: run, 2: run_on_two}[ranks]
+    flags = json.loads((whole / "args.json").read_text())
+    arguments = [*RUN, "--micro-batch-tokens", str(flags["micro_batch_tokens"]), "--checkpoint-every", "1"]
+    monkeypatch.setenv("KILL", moment)
+    processes = start_ranks(ranks, [[*arguments, "--output-dir", str(tmp_path / "run")]], "killing_worker.py")
     processes[0].join(timeout=120)
-    processes[1].kill()
+    for other in processes[1:]:
+        other.kill()
     finish(processes)
     assert processes[0].exitcode == -9
     monkeypatch.delenv("KILL")
-    run_ranks(2, [["--resume", str(tmp_path / "run")]])
-    assert metrics(tmp_path / "run", True) == metrics(run_on_two, True)
+    run_ranks(ranks, [["--resume", str(tmp_path / "run")]])
+    assert metrics(tmp_path / "run", True) == metrics(whole, True)
+    assert (tmp_path / "run" / "summary.json").read_text() == (whole / "summary.json").read_text()
 
 
-@pytest.mark.parametrize(
-    ("wrong", "flag"),
-    [(["--temperature", "0"], "--temperature above 0"), (["--reward-model", ""], "--reward-model")],
-)
-def test_online_needs_different_samples_and_a_judge(wrong, flag, capsys):
-    with pytest.raises(SystemExit):
-        check_flags(parse_args(dpo_humanline, ["--online", *wrong]), 8)
-    assert flag in capsys.readouterr().err
+def test_online_needs_a_judge():
+    message = refused(["--online", "--reward-model", ""])
+    assert message == "error: --online needs a --reward-model\n"
 
 
 def test_a_sampler_with_stale_weights_stops_the_run(tmp_path):
     worker = tmp_path / "stale_worker.py"
     lines = [
         "import runpy, sys, utils",
-        "update, calls = utils.update_engine, []",
-        "utils.update_engine = lambda *a: calls.append(1) or (update(*a) if len(calls) < 3 else None)",
+        "engine, calls = utils.TransformersEngine, []",
+        "update = engine.update",
+        "engine.update = lambda *a: calls.append(1) or (update(*a) if len(calls) < 3 else None)",
         f"sys.argv[0] = {str(ROOT / 'tests' / 'worker.py')!r}",
         "runpy.run_path(sys.argv[0], run_name='__main__')",
     ]
     worker.write_text("\n".join(lines))
     message = refused([*RUN, "--output-dir", str(tmp_path / "run")], worker=str(worker))
-    assert "samples another model: log-probs differ by" in message and "--engine" in message
+    assert "the engine samples another model: log-probs differ by" in message
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="no real data beside the checkout")
@@ -213,11 +160,11 @@ def test_a_real_model_and_real_prompts_go_through_a_round(tmp_path):
 
 def test_reward_scores_render_the_conversation_and_read_the_last_token(one_rank):
     """Against one forward pass per conversation. Unfinished completions have no end of turn."""
-    model, tokenizer = load_reward_model(str(TOY / "reward_model"), torch.float32, torch.device("cpu"), False)
+    model, tokenizer = load_reward_model(str(TOY / "reward_model"), torch.float32, "cpu")
     samples = [
-        Example(1, "for king", [], text="rose lily", finished=True),
-        Example(2, "for queen", [], text="fern", finished=False),
-        Example(3, "for boy", [], text="aster iris tulip daisy", finished=True),
+        Example("for king", [], text="rose lily", finished=True),
+        Example("for queen", [], text="fern", finished=False),
+        Example("for boy", [], text="aster iris tulip daisy", finished=True),
     ]
     expected = []
     for sample in samples:
@@ -236,8 +183,8 @@ def test_the_score_of_a_reward_model_with_its_own_code_is_used(one_rank):
     class Output:
         logits, score = torch.zeros(2, 19), torch.tensor([0.25, -1.0])
 
-    model, tokenizer = load_reward_model(str(TOY / "reward_model"), torch.float32, torch.device("cpu"), False)
+    model, tokenizer = load_reward_model(str(TOY / "reward_model"), torch.float32, "cpu")
     model.forward = lambda **inputs: Output
-    samples = [Example(1, "for king", [], text="rose"), Example(2, "for boy", [], text="iris")]
+    samples = [Example("for king", [], text="rose"), Example("for boy", [], text="iris")]
     scores = reward_scores(model, tokenizer, samples)
     assert sorted(scores.tolist()) == [-1, 0.25]

@@ -13,91 +13,75 @@ NAMES = sorted(path.stem.removesuffix("_arms") for path in pictures.RESULTS.glob
 
 
 @pytest.fixture
-def figures(monkeypatch):
-    """The figures that are drawn, in the place of files: {name: figure}."""
-    found = {}
-    monkeypatch.setattr(pictures, "save", lambda figure, name: found.setdefault(name, figure))
-    yield found
+def figures():
+    """A function: {name: figure} of what is drawn for a name."""
+    yield lambda name: pictures.figures_of(name, pictures.RESULTS)
     pictures.plt.close("all")
 
 
 def of_lines(axes, marker: str) -> set[float]:
     """The x of all points of a marker."""
-    points = set()
-    for line in axes.get_lines():
-        if line.get_marker() == marker:
-            points |= {float(x) for x in line.get_xdata()}
-    return points
+    lines = [line for line in axes.get_lines() if line.get_marker() == marker]
+    return {float(x) for line in lines for x in line.get_xdata()}
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("figure8", "time", "instances")])
 def test_dots_are_runs_squares_are_means_and_dotted_lines_the_score_before(name, figures):
-    pictures.draw(name)
-    figure = figures[name]
-    shown = pictures.SHOWN.get(name, ("eval/reward", "judge"))
-    lines = [line for line in pictures.read(f"{name}_arms") if line["metric"] in shown]
-    rows = [row for row in pictures.read(name) if row["phase"] == "reported"]
+    figure = figures(name)[name]
+    shown = pictures.shown_of(name)
+    lines = [line for line in pictures.read(pictures.RESULTS, f"{name}_arms") if line["metric"] in shown]
+    rows = pictures.select(pictures.read(pictures.RESULTS, name), phase="reported")
     assert len(figure.axes) == len({line["panel"] for line in lines})
     scales = {}
     for axes in figure.axes:
-        scales.setdefault(axes.get_title().rpartition(", ")[0], set()).add(axes.get_xlim())
+        panel = axes.get_title()
+        scales.setdefault(panel.rpartition(", ")[0], set()).add(axes.get_xlim())
+        of_panel = pictures.select(lines, panel=panel)
+        runs = {row[key] for row in pictures.select(rows, panel=panel) for key in shown if key in row}
+        before = {line["mean"] for line in of_panel if line["arm"] == "untrained"}
+        dotted = {line.get_xdata()[0] for line in axes.get_lines() if line.get_linestyle() == ":"}
+        assert of_lines(axes, "o") == runs
+        assert of_lines(axes, "s") == {line["mean"] for line in of_panel} - before
+        assert dotted == before
     assert {len(found) for found in scales.values()} == {1}
     assert len(scales) == (2 if name == "figure5" else 1)
-    for axes in figure.axes:
-        panel = axes.get_title()
-        runs = {row[key] for row in rows if row["panel"] == panel for key in shown if key in row}
-        assert of_lines(axes, "o") == runs
-        means = {}  # {whether it is of the untrained policy: means}
-        for line in lines:
-            if line["panel"] == panel:
-                means.setdefault(line["arm"] == "untrained", set()).add(line["mean"])
-        assert of_lines(axes, "s") == means[False]
-        dotted = {line.get_xdata()[0] for line in axes.get_lines() if line.get_linestyle() == ":"}
-        assert dotted == means[True]
 
 
 def test_runs_beyond_the_scale_are_written_at_its_edge(figures):
     """Of figure 6 the last quarter has a run at -1.4, and the other 39 scores are above -0.15."""
-    pictures.draw("figure6")
-    (axes,) = figures["figure6"].axes
+    (axes,) = figures("figure6")["figure6"].axes
     low, _ = axes.get_xlim()
     assert -0.3 < low < 0
-    scores = sorted(row["judge"] for row in pictures.read("figure6") if row["phase"] == "reported")
-    beyond = [f"{score:.2g}" for score in scores if score < low]
+    rows = pictures.select(pictures.read(pictures.RESULTS, "figure6"), phase="reported")
+    beyond = [f"{score:.2g}" for score in sorted(row["judge"] for row in rows) if score < low]
     mean = "-0.27"  # of the last quarter, which is beyond it too
     assert [text.get_text().strip() for text in axes.texts] == [f"{', '.join(beyond)}; mean {mean}"]
     assert beyond[0] == "-1.4"
 
 
 def test_figure_8_is_over_powers_of_two(figures):
-    pictures.draw("figure8")
-    whole, large = figures["figure8"].axes
-    lines = [line for line in pictures.read("figure8_arms") if line["arm"] != "untrained"]
+    whole, large = figures("figure8")["figure8"].axes
+    lines = [line for line in pictures.read(pictures.RESULTS, "figure8_arms") if line["arm"] != "untrained"]
     means = {line["mean"] for line in lines if line["metric"] in ("eval/reward", "judge")}
-    drawn = {float(line.get_ydata()[0]) for line in whole.get_lines() if line.get_marker() == "s"}
-    assert drawn == means
+    assert {float(line.get_ydata()[0]) for line in whole.get_lines() if line.get_marker() == "s"} == means
     for axes, ticks in ((whole, [1, 4, 16, 32, 64]), (large, [16, 32, 64])):
-        assert axes.get_xscale() == "log"
-        assert axes.get_xticks().tolist() == ticks
+        assert axes.get_xscale() == "log" and axes.get_xticks().tolist() == ticks
 
 
 def test_instances_are_lines_of_means_over_their_seeds(figures):
-    arms = ("offline", "offline + humanline", "online")
-    rows, lines = [], []
-    for script, plus in (("KTO", 0), ("GRPO", 10)):
-        for instance in (1, 2):
-            panel = f"{script} {instance}"
-            lines.append({"panel": panel, "arm": "untrained", "metric": "judge", "mean": plus - instance})
-            for place, arm in enumerate(arms):
-                for seed in (0, 1):
-                    score = plus + instance + place + seed
-                    rows.append({"panel": panel, "arm": arm, "judge": score})
-    pictures.draw_instances(rows, lines)
-    kto, grpo = figures["instances"].axes
-    for axes, plus in ((kto, 0), (grpo, 10)):
-        one, two = (line.get_ydata().tolist() for line in axes.get_lines()[:2])
-        assert one == [plus - 1, plus + 1.5, plus + 2.5, plus + 3.5]
-        assert two == [plus - 2, plus + 2.5, plus + 3.5, plus + 4.5]
+    rows = pictures.select(pictures.read(pictures.RESULTS, "instances"), phase="reported")
+    for axes in figures("instances")["instances"].axes:
+        for i, line in enumerate(axes.get_lines()[:5], 1):
+            for place, arm in enumerate(("offline", "offline + humanline", "online"), 1):
+                runs = pictures.select(rows, panel=f"{axes.get_title()} {i}", arm=arm)
+                mean = np.mean([row["judge"] for row in runs])
+                assert len(runs) == 2 and line.get_ydata()[place] == pytest.approx(mean)
+
+
+def test_time_has_a_line_for_every_run_that_ends_at_its_seconds(figures):
+    rows = pictures.read(pictures.RESULTS, "time_arms")
+    drawn = [line.get_xdata()[-1] for axes in figures("time")["time"].axes for line in axes.get_lines()]
+    assert sorted(drawn) == sorted(row["all_seconds"] for row in rows)
 
 
 @pytest.mark.parametrize("scale", [1, 2])

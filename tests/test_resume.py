@@ -1,53 +1,44 @@
-"""A run killed at any moment and resumed continues as if nothing had happened."""
+"""A run that ends at any moment, or is finished, goes on as if nothing had happened."""
 
 import json
 import math
 import os
-import shutil
+import random
 import signal
 import subprocess
 import sys
 import time
+from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from conftest import PAIRS, ROOT, finish, free_port, metrics, read_pool, run_ranks, start_ranks
+from conftest import PAIRS, ROOT, TOY, finish, free_port, metrics, read_pool, refused, run_ranks, start_ranks
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from run import Progress, save_checkpoint
 from utils import Example
 
 STEPS = 14
 RUN = ["--num-steps", str(STEPS), "--k", "3", "--batch-size", "8", "--checkpoint-every", "5"]
-RUN += ["--eval-samples", "2"]
-RUN += ["--dataset", PAIRS, "--eval-dataset", PAIRS, "--max-new-tokens", "12", "--warmup-fraction", "0.5"]
-
-
-def kill_when(ranks, arguments, moment, worker="worker.py"):
-    """SIGKILL for every rank as soon as `moment()` is true."""
-    processes = start_ranks(ranks, [arguments], worker)
-    deadline = time.time() + 120
-    while not moment() and any(process.is_alive() for process in processes) and time.time() < deadline:
-        time.sleep(0.002)
-    for process in processes:
-        process.kill()
-    finish(processes)
-    killed = [process for process in processes if process.exitcode == -signal.SIGKILL]
-    assert killed, "it ended before it could be killed"
+RUN += ["--eval-samples", "2", "--max-new-tokens", "12", "--dataset", PAIRS, "--eval-dataset", PAIRS]
+DPO = [*RUN, "--warmup-fraction", "0"]
+KTO = [*RUN, "--model", str(TOY / "policy"), "--reward-model", str(TOY / "reward_model")]
+KTO += ["--lr", "1e-3", "--warmup-fraction", "0.5"]
+MATH = ["--num-steps", "6", "--sample-every", "3", "--prompts-per-step", "4", "--group-size", "4", "--k", "2"]
+MATH += ["--checkpoint-every", "2", "--eval-samples", "4"]
+FLAGS = {
+    "dpo_humanline": DPO,
+    "kto_humanline": KTO,
+    "grpo_humanline": [*KTO, "--online", "--round-prompts", "10", "--temperature", "1"],
+    "grpo_math_humanline": MATH,
+}
+KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
 
 
 def lines(folder):
     path = folder / "metrics.jsonl"
     return path.read_text().count("\n") if path.exists() else 0
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """{ranks: folder of a whole run}"""
-    folder = tmp_path_factory.mktemp("whole")
-    for ranks in (1, 2):
-        run_ranks(ranks, [[*RUN, "--output-dir", str(folder / str(ranks))]])
-    return {ranks: folder / str(ranks) for ranks in (1, 2)}
 
 
 def same(folder, whole):
@@ -56,89 +47,152 @@ def same(folder, whole):
         assert (folder / file).read_bytes() == (whole / file).read_bytes(), file
 
 
-@pytest.mark.parametrize(("ranks", "at"), [(1, 6), (1, 13), (2, 7)])
-def test_killed_and_resumed_equals_uninterrupted(uninterrupted, tmp_path, ranks, at):
-    folder = tmp_path / "run"
-    kill_when(ranks, [*RUN, "--output-dir", str(folder)], lambda: lines(folder) >= at)
-    run_ranks(ranks, [["--resume", str(folder)]])
-    same(folder, uninterrupted[ranks])
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Makes, once, the run that nothing ended; returns its folder."""
+
+    @cache
+    def folder(script="dpo_humanline", ranks=1):
+        folder = tmp_path_factory.mktemp(script) / "run"
+        run_ranks(ranks, [[*FLAGS[script], "--output-dir", str(folder)]], script=script)
+        return folder
+
+    return folder
+
+
+KILLS = [("dpo", 1, KILL), ("dpo", 2, KILL), ("kto", 1, INT), ("kto", 2, KILL)]
+KILLS += [("grpo", 1, TERM), ("grpo", 2, INT), ("grpo_math", 1, KILL), ("grpo_math", 2, TERM)]
+
+
+@pytest.mark.parametrize(("method", "ranks", "number"), KILLS)
+def test_a_run_ended_at_any_moment_goes_on_as_if_nothing_was(uninterrupted, tmp_path, method, ranks, number):
+    """KILL and TERM come to all ranks, as from a scheduler, INT to one: all end after the same step."""
+    script, folder = f"{method}_humanline", tmp_path / "run"
+    whole = uninterrupted(script, ranks)
+    processes = start_ranks(ranks, [[*FLAGS[script], "--output-dir", str(folder)]], script=script)
+    moment = random.Random(f"{script} {ranks} {number} {os.environ.get('MOMENTS', '')}")
+    first = moment.randint(1, len(metrics(whole)) - 2)
+    while lines(folder) < first and processes[0].is_alive():
+        time.sleep(0.001)
+    time.sleep(moment.uniform(0, 0.3))
+    for process in processes[: 1 if number == INT else ranks]:
+        if process.is_alive():
+            os.kill(process.pid, number)
+    outputs = finish(processes, timeout=100)
+    codes = [process.exitcode for process in processes]
+    assert codes in ([0] * ranks, [-9 if number == KILL else 128 + number] * ranks), outputs
+    if codes[0] > 0:
+        assert f" steps; to go on: --resume {folder}\n" in outputs[0]
+    if list(folder.glob("checkpoints/step-*")):
+        run_ranks(ranks, [["--resume", str(folder)]], script=script)
+        same(folder, whole)
+    else:  # killed before the first one
+        assert "it has no whole checkpoint" in refused(["--resume", str(folder)], script=script)
 
 
 def test_a_write_that_is_interrupted_leaves_no_checkpoint_that_loads(uninterrupted, tmp_path):
     folder = tmp_path / "run"
-    arguments = [*RUN, "--output-dir", str(folder)]
     torn = folder / "checkpoints" / "unfinished-step-10"
     whole = folder / "checkpoints" / "step-10"
-    kill_when(2, arguments, lambda: (torn / "__0_0.distcp").exists() or whole.exists())
+    processes = start_ranks(2, [[*DPO, "--output-dir", str(folder)]])
+    while not (torn / "__0_0.distcp").exists() and not whole.exists() and processes[0].is_alive():
+        time.sleep(0.001)
+    for process in processes:
+        process.kill()
+    finish(processes)
     assert (folder / "checkpoints" / "step-5" / "state.json").exists()
     run_ranks(2, [["--resume", str(folder)]])
-    same(folder, uninterrupted[2])
+    same(folder, uninterrupted(ranks=2))
     assert not torn.exists() and (whole / "state.json").exists()
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(2, "0"), (4, "2")])
-def test_a_run_resumes_on_another_number_of_ranks(uninterrupted, tmp_path, ranks, size):
-    folder, whole = tmp_path / "run", uninterrupted[1]
-    kill_when(ranks, [*RUN, "--shard-size", size, "--output-dir", str(folder)], lambda: lines(folder) >= 7)
-    run_ranks(1, [["--resume", str(folder), "--shard-size", "0"]])
-    for a, b in zip(metrics(whole), metrics(folder), strict=True):
+def test_a_run_goes_on_on_another_number_of_ranks(uninterrupted, tmp_path, ranks, size):
+    first = [*DPO, "--num-steps", "7", "--shard-size", size, "--output-dir", str(tmp_path / "run")]
+    run_ranks(ranks, [first])
+    run_ranks(1, [["--resume", str(tmp_path / "run"), "--shard-size", "0", "--num-steps", str(STEPS)]])
+    for a, b in zip(metrics(uninterrupted()), metrics(tmp_path / "run"), strict=True):
         assert (b["loss"], b["grad_norm"]) == pytest.approx((a["loss"], a["grad_norm"]), rel=1e-5)
 
 
-def test_more_steps_extend_a_finished_run_even_in_a_folder_that_was_moved(uninterrupted, tmp_path):
-    more = ["--num-steps", "18", "--warmup-fraction", "0.389"]  # the 7 steps of warmup that the first run had
-    run_ranks(1, [[*RUN, *more, "--output-dir", str(tmp_path / "whole")]])
-    shutil.copytree(uninterrupted[1], tmp_path / "run")
-    run_ranks(1, [["--resume", str(tmp_path / "run"), *more]])
-    same(tmp_path / "run", tmp_path / "whole")
-    for run in ("run", "whole"):
-        assert {path.name for path in (tmp_path / run / "checkpoints").iterdir()} == {"step-10", "step-15"}
+def test_a_finished_run_goes_on_even_in_a_folder_that_was_moved(uninterrupted, tmp_path):
+    folder = tmp_path / "moved"
+    run_ranks(1, [[*DPO, "--num-steps", "6", "--output-dir", str(tmp_path / "run")]])
+    (tmp_path / "run").rename(folder)
+    before = metrics(folder)
+    output = run_ranks(1, [["--resume", str(folder), "--num-steps", str(STEPS)]])
+    same(folder, uninterrupted())
+    assert f"6 steps are done: goes on from {folder}/checkpoints/step-6\n" in output
+    assert metrics(folder)[:6] == before  # with the seconds that each took: no step was done again
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-10", "step-14"}
 
 
-def test_flags_beside_resume_win_and_are_said_and_recorded(uninterrupted, tmp_path):
-    folder = shutil.copytree(uninterrupted[1], tmp_path / "run")
-    flags = ["--lr", "1e-4", "--num-steps", "12", "--checkpoint-every", "6"]  # recorded with a checkpoint
+def test_a_run_without_checkpoints_writes_none_and_cannot_go_on(tmp_path):
+    folder = tmp_path / "run"
+    run_ranks(1, [[*DPO, "--checkpoint-every", "0", "--num-steps", "3", "--output-dir", str(folder)]])
+    assert lines(folder) == 3 and not (folder / "checkpoints").exists()
+    said = refused(["--resume", str(folder), "--num-steps", "6"])
+    assert said.startswith(f"error: --resume {folder}: it has no whole checkpoint") and lines(folder) == 3
+
+
+def load(folder, name: str) -> tuple:
+    """All weights of a checkpoint's policy, one behind the other, and AdamW's two moments of them."""
+    dcp_to_torch_save(folder / name, folder / f"{name}.pt")
+    state = torch.load(folder / f"{name}.pt", weights_only=False)
+    parts = []
+    for key in state["policy"]:
+        moments = state["optimizer"]["state"][key]
+        parts.append([state["policy"][key], moments["exp_avg"], moments["exp_avg_sq"]])
+    return [torch.cat([part.flatten() for part in column]).double() for column in zip(*parts)]
+
+
+def test_flags_beside_resume_win_are_said_and_are_recorded(tmp_path):
+    """The step after the resume is AdamW's by hand: its gradient is what the moments show."""
+    folder = tmp_path / "run"
+    run_ranks(1, [[*DPO, "--num-steps", "2", "--output-dir", str(folder)]])
+    before = json.loads((folder / "args.json").read_text())
+    lr, eps, decay = 1e-2, 0.3, 0.5
+    flags = ["--lr", str(lr), "--adam-eps", str(eps), "--weight-decay", str(decay), "--num-steps", "3"]
     output = run_ranks(1, [["--resume", str(folder), *flags]])
-    said = next(line for line in output.splitlines() if line.startswith(f"the settings of {folder}; "))
-    assert said.count("--") == 4 + str(folder).count("--")
-    assert all(f" {flag}" in said for flag in ("--lr 1e-4", "--num-steps 12", f"--resume {folder}"))
-    before, after = (json.loads((f / "args.json").read_text()) for f in (uninterrupted[1], folder))
-    assert after == before | {"lr": 1e-4, "num_steps": 12, "checkpoint_every": 6}
-    assert [step["lr"] for step in metrics(folder)][8:] == [1e-3, 1e-3, 1e-4, 1e-4]
+    assert f"the settings of {folder}; --resume {folder} {' '.join(flags)}" in output.splitlines()
+    changed = {"lr": lr, "adam_eps": eps, "weight_decay": decay, "num_steps": 3}
+    assert json.loads((folder / "args.json").read_text()) == before | changed
+
+    weights, m, v = load(folder / "checkpoints", "step-2")
+    found, next_m, next_v = load(folder / "checkpoints", "step-3")
+    gradient = (next_m - 0.9 * m) / 0.1
+    assert torch.allclose(next_v, 0.999 * v + 0.001 * gradient**2, rtol=1e-4, atol=1e-12)
+    update = next_m / (1 - 0.9**3) / ((next_v / (1 - 0.999**3)).sqrt() + eps)
+    assert (found - (weights - lr * decay * weights - lr * update)).abs().max() < 1e-6
+    assert (found - weights).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (1, signal.SIGTERM), (2, signal.SIGINT)])
-def test_a_signal_lets_the_step_finish_and_the_run_goes_on_from_there(uninterrupted, tmp_path, ranks, number):
-    """A process as users start it, and the signal as a terminal sends it: to the whole process group."""
-    folder, launch = tmp_path / "run", ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *([*launch, "--master-port", str(free_port())] if ranks > 1 else [])]
-    command += [ROOT / "dpo_humanline.py", *RUN, "--output-dir", str(folder)]
+def test_a_signal_under_torchrun_lets_the_step_finish_and_says_how_to_go_on(tmp_path):
+    """Processes as users start them, and the signal as a terminal sends it: to the whole process group."""
+    folder, launch = tmp_path / "run", ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [sys.executable, *launch, "--master-port", str(free_port())]
+    command += [ROOT / "dpo_humanline.py", *DPO, "--output-dir", str(folder)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     with subprocess.Popen(command, **pipes) as process:
         while lines(folder) < 2 and process.poll() is None:
             time.sleep(0.002)
-        os.killpg(process.pid, number)
+        os.killpg(process.pid, INT)
         output, errors = process.communicate(timeout=120)
     done = lines(folder)
-    assert [line for line in output.splitlines() if line.startswith("stopped")] == [
-        f"stopped after {done} steps; to go on: --resume {folder}"
-    ]
+    (stopped,) = [line for line in output.splitlines() if line.startswith("stopped")]
+    assert stopped == f"stopped after {done} steps; to go on: --resume {folder}"
     assert 2 <= done < STEPS and (folder / "checkpoints" / f"step-{done}" / "state.json").exists()
     # No traceback but that of torchrun, which ends with its own code.
-    assert 'dpo_humanline.py", line' not in errors
-    assert process.returncode == (128 + number if ranks == 1 else 1)
-    run_ranks(ranks, [["--resume", str(folder)]])
-    same(folder, uninterrupted[ranks])
+    assert 'dpo_humanline.py", line' not in errors and process.returncode == 1
 
 
-def test_a_checkpoint_holds_reference_moments_and_position(uninterrupted):
-    folder = uninterrupted[2] / "checkpoints" / "step-10"
-    names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    assert {name.split(".")[0] for name in names} == {"policy", "optimizer", "reference"}
-    assert any(name.startswith("reference.lm_head") for name in names)
-    assert any(name.endswith("exp_avg_sq") for name in names)
-    state = json.loads((folder / "state.json").read_text())
-    assert state["step"] == 10 and state["last_sync"] == 9
+def test_no_rank_takes_what_rank_0_writes_for_an_older_run(tmp_path, monkeypatch):
+    """Metrics without a checkpoint are a run that cannot go on, so all ranks must have looked for one before
+    rank 0 writes metrics. Without evaluation nothing but the hash of the data makes them wait there."""
+    monkeypatch.setenv("KILL", "newest_checkpoint late")
+    arguments = [*DPO, "--num-steps", "2", "--eval-dataset", "", "--output-dir", str(tmp_path / "run")]
+    run_ranks(2, [arguments], "killing_worker.py")
+    assert lines(tmp_path / "run") == 2
 
 
 # --- what is in a checkpoint, and which ones stay ---
@@ -149,30 +203,26 @@ def save(one_rank, tmp_path, monkeypatch):
     """Writes a checkpoint with a pool, and next to no weights."""
     monkeypatch.setattr("run.training_state", lambda *_: {"weight": torch.ones(2)})
 
-    def run(step, pool=(), keep=0):
-        folder = tmp_path / "checkpoints" / f"step-{step}"
-        save_checkpoint(folder, None, None, None, Progress(step=step, pool=list(pool)), {}, keep)
-        return folder
+    def save(step, pool=(), keep=0):
+        progress = Progress(data_hash="", step=step, pool=list(pool))
+        save_checkpoint(SimpleNamespace(keep_checkpoints=keep), tmp_path, None, None, None, progress)
+        return tmp_path / "checkpoints" / f"step-{step}"
 
-    return run
+    return save
 
 
 def test_the_pool_of_a_checkpoint_is_exact(save):
     turns = [{"role": "system", "content": ""}, {"role": "user", "content": "ünïcode \n\0 \U0001f339"}]
-    few = [Example(2**40, "", [1], [], reward) for reward in (math.nan, math.inf, -0.0, 1e-320, 1 / 3)]
-    odd = [Example(1, turns, [1, 2], [3], 0.1 + 0.2, "text", False), Example(2, turns[1:], [7], [8, 9])]
-    for pool in ([], [tuple(few)], [tuple(odd), (odd[1],)], [(x,) for x in odd]):
+    few = [Example("", [1], [], reward) for reward in (math.nan, math.inf, -0.0, 1e-320, 1 / 3)]
+    odd = [Example(turns, [1, 2], [3], 0.1 + 0.2, "text", False, "7"), Example(turns[1:], [7], [8, 9])]
+    for pool in ([], [tuple(few)], [tuple(odd), (odd[1],)], [(example,) for example in odd]):
         assert repr(read_pool(save(5, pool))) == repr(pool)  # nan is not nan
 
 
 @pytest.mark.parametrize(("keep", "stay"), [(1, {15}), (2, {10, 15}), (0, {5, 10, 15})])
 def test_the_newest_checkpoints_stay(save, tmp_path, keep, stay):
-    def left():
-        return {int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir()}
-
     for step in (5, 10, 15):
         save(step, keep=keep)
-    assert left() == stay
+    assert {int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir()} == stay
     (tmp_path / "checkpoints" / "step-99").mkdir()  # damaged: the run went on from step 15
-    save(20, keep=keep)
-    assert left() == {20, 99} | {1: set(), 2: {15}, 0: stay}[keep]
+    assert save(20, keep=keep).exists()

@@ -7,8 +7,9 @@ from dataclasses import asdict
 
 import pytest
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from conftest import PAIRS, ROOT, SCRIPTS, TOY, metrics, parse_args
+from worker import run_here
 
 PAPER = {  # Tables 1 to 3, offline + humanline
     "dpo_humanline": dict(lr=5e-6, beta=0.1, k=1, batch_size=32, adam_eps=1e-5, max_grad_norm=1.0),
@@ -31,17 +32,14 @@ def test_a_model_of_ones_own_gets_the_papers_settings_and_the_first_line_says_so
     assert capsys.readouterr().out == "the paper's settings; --model mine --dataset data.jsonl --seed 3\n"
 
 
-@pytest.mark.parametrize("flags", [[], ["--dataset", "data.jsonl"]], ids=["nothing", "data"])
-def test_without_a_model_the_toys_settings_apply_whatever_the_data(script, capsys, flags):
-    args = asdict(parse_args(script, ["--k", "5", *flags]))
-    assert args.items() >= (script.TOY | {"k": 5} | ({"dataset": "data.jsonl"} if flags else {})).items()
-    assert "the embedded toy and its settings" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_online_toy_rounds_take_the_toys_prompts(name):
-    script = importlib.import_module(name)
-    assert parse_args(script, ["--online"]).dataset.endswith("prompts_train.jsonl.gz")
+def test_without_a_model_the_toys_settings_apply_whatever_the_data(script, capsys):
+    for data in ({}, {"dataset": "data.jsonl"}):
+        flags = [part for name, value in data.items() for part in (f"--{name}", value)]
+        args = asdict(parse_args(script, ["--k", "5", *flags]))
+        assert args.items() >= (script.TOY | {"k": 5} | data).items() and args["dtype"] == "float64"
+        assert "the embedded toy and its settings" in capsys.readouterr().out
+    if script.__name__ in SCRIPTS:
+        assert parse_args(script, ["--online"]).dataset.endswith("prompts_train.jsonl.gz")
 
 
 def test_help_shows_the_defaults_that_would_apply(script, capsys):
@@ -64,15 +62,11 @@ def test_an_edited_loss_is_the_loss_that_is_trained_and_evaluated(name, tmp_path
         return 7 + 0 * loss, *rest
 
     monkeypatch.setattr(script, function, edited)
-    run = ["--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "0", "--num-steps", "1"]
-    run += ["--batch-size", "8"]
-    run += ["--model", str(TOY / "policy"), "--checkpoint-every", "0", "--eval-every", "1"]
-    try:
-        script.main(parse_args(script, [*run, "--output-dir", str(tmp_path / "run")]))
-    finally:
-        dist.destroy_process_group() if dist.is_initialized() else None
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    (step,) = metrics(tmp_path / "run")
+    flags = ["--model", TOY / "policy", "--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", 0]
+    flags += ["--max-new-tokens", 4, "--num-steps", 1, "--batch-size", 8, "--eval-every", 1]
+    run_here(script, *flags, "--output-dir", tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    (step,) = metrics(tmp_path)
     assert step["loss"] == pytest.approx(7)
     if name == "grpo_humanline":  # its evaluation has no loss
         assert "eval/loss" not in step
@@ -81,18 +75,18 @@ def test_an_edited_loss_is_the_loss_that_is_trained_and_evaluated(name, tmp_path
     assert evaluations == [[7, 0]] * 3
 
 
-def test_ipo_is_an_edit_of_one_line(tmp_path):
+@pytest.mark.shape
+def test_ipo_is_an_edit_of_one_line():
     """The README's example of an edit: the line of the loss, found in the file and replaced."""
     text = (ROOT / "dpo_humanline.py").read_text()
-    line = "    return -torch.nn.functional.logsigmoid(chosen - rejected), rewards.detach()\n"
+    line = "    return -F.logsigmoid(chosen - rejected), rewards.detach()\n"
     assert text.count(line) == 1
     page = (ROOT / "README.md").read_text()
     (ipo,) = re.findall(r"```python\n(return \(\(chosen - rejected\).*\n)```", page)
     edited = text.replace(line, f"    {ipo}")
     start = edited.index("def dpo_loss")
-    function = edited[start : edited.index("\n\n\n", start)]
-    scope = {"torch": torch}
-    exec(compile(function, "dpo_loss", "exec"), scope)
+    scope = {"F": F}
+    exec(compile(edited[start : edited.index("\n\n\n", start)], "dpo_loss", "exec"), scope)
     log_ratio, mask = torch.tensor([[0.5, 0.25], [-0.25, 1.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
     loss, _ = scope["dpo_loss"](log_ratio, mask, 0.1)
     assert loss.item() == pytest.approx((0.75 + 0.25 - 5) ** 2)

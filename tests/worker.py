@@ -3,9 +3,24 @@
 import importlib
 import json
 import os
+import signal
 import sys
 
+import torch.distributed as dist
 from conftest import parse_args
+
+
+def run_here(script, *arguments):
+    """main of a script in this process; returns the last argument, the run's folder."""
+    try:
+        script.main(parse_args(script, [str(argument) for argument in arguments]))
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's own
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return arguments[-1]
+
 
 if __name__ == "__main__":
     script = importlib.import_module(os.environ["SCRIPT"])
