@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -79,6 +80,10 @@ def check_flags(args, batch_size: int):
     for name in (args.dataset, args.eval_dataset):
         if Path(name).is_file() and not name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
             fail(f"{name} is no .jsonl, .jsonl.gz or .parquet file")
+    if args.engine == "vllm" and not find_spec("vllm"):
+        fail("--engine vllm needs vllm, which is not installed")
+    if args.track and not find_spec("wandb"):
+        fail("--track needs wandb, which is not installed")
     if not args.dataset:
         fail(f"--model {args.model} needs a --dataset")
     world = int(os.environ.get("WORLD_SIZE", 1))

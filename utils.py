@@ -7,8 +7,9 @@ completion tokens, else 0. No function here reads a script's flags.
 import gc
 import math
 import os
+import random
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,7 +49,7 @@ class Example(NamedTuple):
         return len(self.prompt_ids) + len(self.completion_ids)
 
     def cut(self, max_length: int):
-        """With a completion that ends there, if it is longer."""
+        """With a completion that is cut so that prompt and completion have at most max_length tokens."""
         return self._replace(completion_ids=self.completion_ids[: max_length - len(self.prompt_ids)])
 
 
@@ -77,7 +78,7 @@ def load_tokenizer(
     if eos_token:
         tokenizer.eos_token = eos_token
     if tokenizer.eos_token not in tokenizer.get_vocab():
-        raise ValueError(f"no token of it ends a turn, {tokenizer.eos_token} neither: name one, --eos-token")
+        raise ValueError(f"its tokenizer has no end of turn ({tokenizer.eos_token}): name one, --eos-token")
     eos_ids = {tokenizer.eos_token_id}
     # Chat models often end a turn with another token than the tokenizer's: Llama 3's <|eot_id|>.
     with suppress(OSError):  # not every model has a generation config
@@ -153,7 +154,8 @@ def encode(
     if completion is None:
         return prompt_ids, []
     completion_ids = ids[len(prompt_ids) :]
-    if ids[: len(prompt_ids)] != prompt_ids:  # a token spans both, such as two line breaks
+    # Where a token spans both, such as two line breaks, the completion is tokenized alone, if its text stays.
+    if ids[: len(prompt_ids)] != prompt_ids:
         completion_ids = tokenizer(whole[len(before) :], add_special_tokens=False).input_ids
         if tokenizer.decode(prompt_ids + completion_ids) != tokenizer.decode(ids):
             raise CannotTrain("a token spans prompt and completion")
@@ -218,7 +220,7 @@ class HeadLogps(torch.autograd.Function):
     """log softmax(z)[target], (N,), of the logits z = head(hidden) / temperature, (N, V), in fp32 or wider.
 
     z would be the largest tensor of a pass by far. Here it never is one: it comes in blocks of block_size
-    columns, and the backward pass computes them again, but those that fit into keep_bytes. With
+    columns. The backward pass computes them again, but the first ones, kept in up to keep_bytes. With
     L = log Σ_v exp z_v,
 
         log softmax(z)[target] = z[target] - L
@@ -238,7 +240,7 @@ class HeadLogps(torch.autograd.Function):
 
     @staticmethod
     def locate(targets, start, size):
-        """The targets' columns in a block, (N, 1), and whether they are in it; else the nearest column."""
+        """(N, 1) each: the targets' columns in a block, or the nearest ones; and whether they are in it."""
         columns = (targets - start)[:, None]
         nearest = columns.clamp(0, size - 1)
         return nearest, nearest == columns
@@ -343,12 +345,18 @@ def packed_attention(
 def choose_attention(model, longest: int):
     """Lets `token_logps` leave out padding, if a trial shows that this changes nothing.
 
-    The trial is two equal sequences: their log-probs must be those of plain logits of the first half. Raises
-    ValueError if they are not, with padding neither. longest: tokens of a sequence in training.
+    The trial is two equal sequences of 16 tokens: the log-probs of the first 8 must be those of the model's
+    own logits of 8 tokens alone. It is made without padding, then with it. Raises ValueError if both fail.
+
+    longest: tokens of a sequence in training.
     """
     transformers.AttentionInterface.register("packed", packed_attention)  # here: it takes a second
     config = model.config.get_text_config()
-    for factor in ("logits_scaling", "logit_scale", "lm_head_multiplier"):  # too small a trial for bf16
+    for factor in (
+        "logits_scaling",
+        "logit_scale",
+        "lm_head_multiplier",
+    ):  # bf16 would hide it
         if getattr(config, factor, None) not in (None, 1):
             raise ValueError(f"its logits have a factor, {factor}, which `token_logps` leaves out")
     text = torch.arange(1, 17, device=model.device) % config.vocab_size
@@ -359,8 +367,8 @@ def choose_attention(model, longest: int):
 
     implementations = [model.config._attn_implementation]
     window = getattr(config, "sliding_window", None) or longest  # packed_attention has none
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    carries_state = kinds or model._is_stateful  # from one sequence into the next
+    other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    carries_state = other_layers or model._is_stateful  # from one sequence into the next: linear attention
     if model._supports_attention_backend and implementations == ["sdpa"]:
         if longest <= window and not carries_state:
             implementations.insert(0, "packed")
@@ -509,13 +517,14 @@ def check_positions(config, max_length: int, max_prompt_length: int, max_new_tok
     """Raises ValueError if sequences may be longer than a model can read.
 
     Learned positions end there. Dynamic and long RoPE change for a whole pass if one sequence in it is longer
-    than the original positions. With other RoPE samples end there.
+    than the original positions. With other RoPE training may go beyond, and the sampler ends samples there.
     """
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {"rope_type": "none"}
-    positions = rope.get("original_max_position_embeddings") or max_positions(config)
+    positions = max_positions(config)
     longest = max_new_tokens
     kinds = str(rope)  # as text, since some models have one for each type of layer
     if "none" in kinds or "dynamic" in kinds or "longrope" in kinds:
+        positions = rope.get("original_max_position_embeddings") or positions
         longest = max(max_length, max_prompt_length + max_new_tokens)
     if longest > positions:
         flags = "--max-new-tokens, --max-prompt-length, --max-length"
@@ -537,6 +546,7 @@ def load_pretrained(auto, name: str, **options):
     buffers = {name.split(".")[-1] for name, _ in model.named_buffers()}
     for kind in ("missing_keys", "unexpected_keys"):
         for key in sorted(info[kind]):
+            # A buffer alone may be missing, or left over from an older version.
             if key in weights or key.split(".")[-1] not in buffers:
                 raise ValueError(f"{kind} of {auto.__name__}: {key}")
     model.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}  # for run.export
@@ -546,11 +556,30 @@ def load_pretrained(auto, name: str, **options):
 
 
 def checksum(model) -> int:
-    """Of the first numbers of every weight."""
+    """Of the first numbers of every weight, for ranks to compare what they have read."""
     total = 0
     for weight in model.parameters():
         total += weight.detach().flatten()[:1000].view(torch.uint8).sum().item()
     return total
+
+
+CHECKED = 8  # samples of every round whose log-probs the policy must have too
+
+
+@contextmanager
+def unchanged_process(device):
+    """vLLM changes the whole process, and sampling its random states: all is as before behind this."""
+    environment = dict(os.environ)
+    precision = torch.get_float32_matmul_precision()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
+    torch.set_float32_matmul_precision(precision)
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 class TransformersEngine:
@@ -575,13 +604,12 @@ class TransformersEngine:
         }
 
     def update(self, weights):
-        for target, (_, weight) in zip(self.model.parameters(), weights):
+        for target, (_, weight) in zip(self.model.parameters(), weights, strict=True):
             target.copy_(weight)
 
     def generate(self, batches: list[tuple]) -> list[list[tuple]]:
         """[(token ids, [])] for each batch (prompts, random seed)."""
         device = self.model.device
-        generators = [device] if device.type == "cuda" else []
         outputs = []
         for prompts, seed in tqdm(batches, "sampling", leave=False, disable=dist.get_rank() != 0):
             rows = [torch.tensor(ids, device=device) for ids in prompts]
@@ -589,14 +617,13 @@ class TransformersEngine:
             input_ids = pad_sequence(rows, batch_first=True, padding_side="left")
             attention_mask = pad_sequence(ones, batch_first=True, padding_side="left")
             width = input_ids.shape[1]
-            with torch.random.fork_rng(generators):
-                torch.manual_seed(seed)
-                ids = self.model.generate(
-                    input_ids,
-                    attention_mask=attention_mask,
-                    max_length=min(width + self.max_new_tokens, self.max_length),
-                    **self.options,
-                )
+            torch.manual_seed(seed)
+            ids = self.model.generate(
+                input_ids,
+                attention_mask=attention_mask,
+                max_length=min(width + self.max_new_tokens, self.max_length),
+                **self.options,
+            )
             completions = ids[:, width:].tolist()
             outputs.append([(completion, []) for completion in completions])
         return outputs
@@ -609,8 +636,10 @@ class VllmEngine:
     """vLLM in this process, one for each rank. On a GPU it sleeps while the policy trains, without memory."""
 
     def __init__(self, settings):
-        for name in ("RANK", "LOCAL_RANK"):  # it asks for them without torchrun too
-            os.environ.setdefault(name, "0")
+        # It logs much, reports its use to its makers, and asks for the rank without torchrun too.
+        defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "RANK": "0", "LOCAL_RANK": "0"}
+        for name, value in defaults.items():
+            os.environ.setdefault(name, value)
         from vllm import LLM, SamplingParams, _custom_ops
 
         self.sleeps = settings.device.type == "cuda"
@@ -664,7 +693,7 @@ class VllmEngine:
             own.logprobs = 0 if i < CHECKED else None  # those of all would take as long as sampling
             params.append(own)
         outputs = []
-        for result in self.llm.generate(requests, params):
+        for result in self.llm.generate(requests, params, use_tqdm=dist.get_rank() == 0):
             output = result.outputs[0]
             ids = list(output.token_ids)
             logps = []
@@ -677,9 +706,6 @@ class VllmEngine:
 
     def logps(self, input_ids, mask, reported):
         return torch.tensor(sum(reported, []), device=mask.device)
-
-
-CHECKED = 8  # samples of every round whose log-probs the policy must have too
 
 
 @dataclass
@@ -719,18 +745,18 @@ class Sampler:
             A list for each prompt, and metrics. Raises ValueError if the engine's model is not the policy.
         """
         started = time.perf_counter()
-        if self.running is None:
-            engine = TransformersEngine
-            if self.engine == "vllm" or (self.engine == "auto" and find_spec("vllm")):
-                engine = VllmEngine
-            self.max_length = min(self.max_length, max_positions(policy.config))
-            self.running = engine(self)
-        # One gathered parameter at a time: never a second whole model.
-        named = policy.named_parameters()
-        self.running.update((name, parameter.full_tensor()) for name, parameter in named)
-
         repeated = [prompt for prompt in prompts for _ in range(count)]
-        outputs = self.generate([prompt.prompt_ids for prompt in repeated], seed)
+        with unchanged_process(self.device):
+            if self.running is None:
+                engine = TransformersEngine
+                if self.engine == "vllm" or (self.engine == "auto" and find_spec("vllm")):
+                    engine = VllmEngine
+                self.max_length = min(self.max_length, max_positions(policy.config))
+                self.running = engine(self)
+            # One gathered parameter at a time: never a second whole model.
+            named = policy.named_parameters()
+            self.running.update((name, parameter.full_tensor()) for name, parameter in named)
+            outputs = self.generate([prompt.prompt_ids for prompt in repeated], seed)
         samples = []
         reported = []  # log-probs
         for prompt, (ids, logps) in zip(repeated, outputs):

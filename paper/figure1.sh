@@ -8,12 +8,13 @@
 # Holm-Bonferroni.
 
 [ -e ref.json ] || curl -fL -o ref.json https://raw.githubusercontent.com/tatsu-lab/alpaca_eval/main/results/gpt4_1106_preview/model_outputs.json
+[ -e ref.jsonl ] || python -c "import json; [print(json.dumps(row)) for row in json.load(open('ref.json'))]" > ref.jsonl
 
 LLAMA=(--model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm)
 OFFLINE=("${LLAMA[@]}" --dataset-split "train[:10000]")
 ONLINE=("${LLAMA[@]}" --dataset-split "train[:14000]" --online
     --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code)
-EVAL=(--eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156)
+EVAL=(--eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156)
 
 # DPO: offline (18.07, 16.07, 1767), offline + humanline (24.82 ± 1.36 in Table 6, 20.18, 1637), online
 # (24.96, 22.99, 1828)

@@ -14,12 +14,13 @@
 # humanline.
 
 [ -e ref.json ] || curl -fL -o ref.json https://raw.githubusercontent.com/tatsu-lab/alpaca_eval/main/results/gpt4_1106_preview/model_outputs.json
+[ -e ref.jsonl ] || python -c "import json; [print(json.dumps(row)) for row in json.load(open('ref.json'))]" > ref.jsonl
 
 LLAMA=(--model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm)
 OFFLINE=("${LLAMA[@]}" --dataset-split "train[:10000]")
 ONLINE=("${LLAMA[@]}" --dataset-split "train[:14000]" --online
     --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code)
-EVAL=(--eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156)
+EVAL=(--eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156)
 
 # DPO offline. Table 3: LC-WR 18.07, WR 16.07, length 1767.
 torchrun --nproc-per-node 4 dpo_humanline.py "${OFFLINE[@]}" --no-humanline "${EVAL[@]}" --output-dir runs/dpo-offline

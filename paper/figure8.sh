@@ -6,10 +6,11 @@
 # says "humanline GRPO": offline data is an assumption, as in Tables 3 and 6.
 
 [ -e ref.json ] || curl -fL -o ref.json https://raw.githubusercontent.com/tatsu-lab/alpaca_eval/main/results/gpt4_1106_preview/model_outputs.json
+[ -e ref.jsonl ] || python -c "import json; [print(json.dumps(row)) for row in json.load(open('ref.json'))]" > ref.jsonl
 
 LLAMA=(--model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm)
 OFFLINE=("${LLAMA[@]}" --dataset-split "train[:10000]")
-EVAL=(--eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156)
+EVAL=(--eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156)
 
 # k=1, the default: GRPO offline + humanline. Table 3: LC-WR 25.24, WR 18.11, length 1488.
 torchrun --nproc-per-node 4 grpo_humanline.py "${OFFLINE[@]}" "${EVAL[@]}" --output-dir runs/grpo-offline-humanline

@@ -16,22 +16,23 @@
 # checked: the run says how many are left.
 
 [ -e ref.json ] || curl -fL -o ref.json https://raw.githubusercontent.com/tatsu-lab/alpaca_eval/main/results/gpt4_1106_preview/model_outputs.json
+[ -e ref.jsonl ] || python -c "import json; [print(json.dumps(row)) for row in json.load(open('ref.json'))]" > ref.jsonl
 
 # The untrained model: one step with a learning rate of 1e-30, which changes nothing. Table 5: LC-WR 45.90 ±
 # 1.54; WR 35.45; length not given.
-torchrun --nproc-per-node 8 dpo_humanline.py --model google/gemma-2-27b-it --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --num-steps 1 --lr 1e-30 --vllm-memory 0.5 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 0 --output-dir runs/27b-baseline
+torchrun --nproc-per-node 8 dpo_humanline.py --model google/gemma-2-27b-it --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --num-steps 1 --lr 1e-30 --vllm-memory 0.5 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 0 --output-dir runs/27b-baseline
 
 # Offline, Llama3-8B completions. Table 5: LC-WR 48.59 ± 1.58; WR 32.36; length not given.
-torchrun --nproc-per-node 8 dpo_humanline.py --model google/gemma-2-27b-it --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --no-humanline --lr 2.5e-6 --beta 0.3 --vllm-memory 0.5 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/27b-offline-llama-data
+torchrun --nproc-per-node 8 dpo_humanline.py --model google/gemma-2-27b-it --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --no-humanline --lr 2.5e-6 --beta 0.3 --vllm-memory 0.5 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/27b-offline-llama-data
 
 # Offline + humanline, Llama3-8B completions. Table 5: LC-WR 56.27 ± 1.67; WR 44.49; length not given.
-torchrun --nproc-per-node 8 dpo_humanline.py --model google/gemma-2-27b-it --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --lr 2.5e-6 --beta 0.3 --vllm-memory 0.5 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/27b-offline-humanline-llama-data
+torchrun --nproc-per-node 8 dpo_humanline.py --model google/gemma-2-27b-it --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --lr 2.5e-6 --beta 0.3 --vllm-memory 0.5 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/27b-offline-humanline-llama-data
 
 # Offline, Gemma2-9B completions. Table 5: LC-WR 56.58 ± 1.68; WR 45.17; length not given.
-torchrun --nproc-per-node 8 dpo_humanline.py --model google/gemma-2-27b-it --dataset princeton-nlp/gemma2-ultrafeedback-armorm --dataset-split "train[:10000]" --no-humanline --lr 2.5e-6 --vllm-memory 0.5 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/27b-offline-gemma-data
+torchrun --nproc-per-node 8 dpo_humanline.py --model google/gemma-2-27b-it --dataset princeton-nlp/gemma2-ultrafeedback-armorm --dataset-split "train[:10000]" --no-humanline --lr 2.5e-6 --vllm-memory 0.5 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/27b-offline-gemma-data
 
 # Offline + humanline, Gemma2-9B completions. Table 5: LC-WR 67.45 ± 1.64; WR 61.37; length not given.
-torchrun --nproc-per-node 8 dpo_humanline.py --model google/gemma-2-27b-it --dataset princeton-nlp/gemma2-ultrafeedback-armorm --dataset-split "train[:10000]" --lr 2.5e-6 --vllm-memory 0.5 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/27b-offline-humanline-gemma-data
+torchrun --nproc-per-node 8 dpo_humanline.py --model google/gemma-2-27b-it --dataset princeton-nlp/gemma2-ultrafeedback-armorm --dataset-split "train[:10000]" --lr 2.5e-6 --vllm-memory 0.5 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/27b-offline-humanline-gemma-data
 
 # Online, with the prompts of the Gemma2-9B data. Table 5: LC-WR 66.49 ± 1.48; WR 74.22; length not given.
-torchrun --nproc-per-node 8 dpo_humanline.py --model google/gemma-2-27b-it --dataset princeton-nlp/gemma2-ultrafeedback-armorm --dataset-split "train[:14000]" --online --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code --no-humanline --lr 2.5e-6 --vllm-memory 0.5 --eval-dataset ref.json --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/27b-online
+torchrun --nproc-per-node 8 dpo_humanline.py --model google/gemma-2-27b-it --dataset princeton-nlp/gemma2-ultrafeedback-armorm --dataset-split "train[:14000]" --online --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code --no-humanline --lr 2.5e-6 --vllm-memory 0.5 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/27b-online

@@ -108,6 +108,12 @@ def test_lengths_beyond_a_models_positions_are_an_error_with_both_numbers(kind):
         with pytest.raises(ValueError, match="1025 tokens.* it has 1024 positions.*--max-new-tokens"):
             utils.check_positions(config, *lengths)
     utils.check_positions(AutoConfig.for_model("bloom"), *[10**6] * 3)  # it has no positions
+    # Llama 3.1's and YaRN's original positions are no limit: they are stretched for good.
+    stretched = rope(
+        "llama3", original_max_position_embeddings=8192, low_freq_factor=1.0, high_freq_factor=4.0
+    )
+    config = AutoConfig.for_model("llama", rope_parameters=stretched, max_position_embeddings=131072)
+    utils.check_positions(config, max_length=20_000, max_prompt_length=1000, max_new_tokens=20_000)
 
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

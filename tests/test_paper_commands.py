@@ -19,6 +19,8 @@ SYSTEM_PROMPT = (ROOT / "paper" / "math_system_prompt.txt").read_text().strip()
 
 # What a file does before its runs: the data, unless it is there; and Figure 6's quarters.
 GET_REF = ["curl", "-fL", "-o", "ref.json", REF]
+TO_LINES = "import json; [print(json.dumps(row)) for row in json.load(open('ref.json'))]"
+TO_LINES = ["python", "-c", TO_LINES]
 MAKE_MATH = ["python", "paper/math_train.py"]
 QUARTILES = ["torchrun", "--nproc-per-node", "4", "paper/quartiles.py", "--model", LLAMA]
 QUARTILES += ["--dataset", LLAMA_DATA, "--dataset-split", "train[:10000]", "--out", "runs/quartiles"]
@@ -154,8 +156,13 @@ def calls_of(text: str, folder) -> tuple[list[list[str]], str]:
 def runs_of(name: str, text: str, folder, monkeypatch) -> list[Run]:
     """The runs of a file, parsed as torchrun and the script parse them. What else it does is known."""
     calls, errors = calls_of(text, folder)
-    before = {"table2": [MAKE_MATH], "figure7": [MAKE_MATH], "figure11": [], "figure6": [GET_REF, QUARTILES]}
-    before = before.get(name, [GET_REF])
+    before = {
+        "table2": [MAKE_MATH],
+        "figure7": [MAKE_MATH],
+        "figure11": [],
+        "figure6": [GET_REF, TO_LINES, QUARTILES],
+    }
+    before = before.get(name, [GET_REF, TO_LINES])
     assert calls[: len(before)] == before
     calls = calls[len(before) :]
     assert errors.count("real\t") == (len(calls) if name == "figure11" else 0)  # figure 11 is of time
@@ -200,7 +207,7 @@ def check_run(name: str, run: Run):
     if args["script"] == "grpo_math_humanline":
         assert evaluation == ("HuggingFaceH4/MATH-500", 500, 1024)
     else:
-        assert evaluation == (("", 256, 625) if name == "figure11" else ("ref.json", 805, 625))
+        assert evaluation == (("", 256, 625) if name == "figure11" else ("ref.jsonl", 805, 625))
         split = re.fullmatch(r"train\[:(\d+)\]", args["dataset_split"])
         rows = int(split[1]) if split else 2500  # of a quarter
         assert rows >= (12 * 1024 if args["online"] else 32 * args["num_steps"])
