@@ -573,7 +573,8 @@ def unchanged_process(device):
     precision = torch.get_float32_matmul_precision()
     python_state = random.getstate()
     numpy_state = np.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
         yield
     random.setstate(python_state)
     np.random.set_state(numpy_state)
