@@ -181,9 +181,10 @@ def encode_row(args, tokenizer, eos_ids, row: dict) -> tuple:
 
 
 def read_pair(row: dict) -> tuple:
-    """Prompt, a text or messages, and the texts [chosen, rejected], or [].
+    """Prompt, a text or messages, and [chosen, rejected], or [] where the row has neither.
 
-    If these are messages, they begin with the prompt's, or are one message each.
+    Each of these is a text or a list of messages, of which the last is the completion. What stands before it
+    is the prompt, the same in both.
     """
     prompt = row.get("prompt", row.get("instruction"))
     chosen = row.get("chosen")
@@ -194,13 +195,14 @@ def read_pair(row: dict) -> tuple:
         if history != rejected_history:
             raise ValueError("chosen and rejected must differ in their last message alone")
         texts = [message["content"] for message in history]
+        # A text beside them may repeat a message of the history, as UltraFeedback's does.
         if history and prompt not in (None, history, *texts):
             raise ValueError("chosen and rejected do not begin with the prompt")
         prompt = history or prompt
         chosen, rejected = [last_chosen], [last_rejected]
     if prompt is None:
         raise ValueError(f"no prompt in the columns {', '.join(row)}")
-    if chosen is rejected is None:
+    if chosen is None and rejected is None:
         return prompt, []
     if chosen == rejected:
         raise utils.CannotTrain("chosen equals rejected")
@@ -293,7 +295,7 @@ def setup(args):
 def shard_model(args, model, device):
     """Shards the model in place with FSDP2: decoder blocks, an untied embedding and head, the rest as root.
 
-    With --shard-size (HSDP) so many ranks share a copy, and their groups have equal copies.
+    With --shard-size (HSDP) so many ranks share a copy, and each set of so many has an equal one.
     """
     world = dist.get_world_size()
     shard_size = args.shard_size or world
@@ -342,7 +344,8 @@ def load_models(args, reference_dtype: torch.dtype, device) -> tuple:
     policy.to(torch.float32).train()
     reference.eval().requires_grad_(False)
     for name, buffer in policy.named_buffers():
-        buffer.copy_(reference.get_buffer(name))  # Gemma's scale is rounded to the dtype of loading
+        # Gemma's scale is rounded to the dtype of loading: to the files' in one, to another in the other.
+        buffer.copy_(reference.get_buffer(name))
     for model in models:
         utils.choose_attention(model, max(args.max_length, args.max_prompt_length + args.max_new_tokens))
     if args.gradient_checkpointing:
@@ -398,10 +401,11 @@ def sample_round(args, sampler, policy, groups: list[tuple], number: int) -> tup
         samples, metrics = sampler.sample(policy, prompts, args.samples_per_prompt, (args.seed, number))
     new_groups = []
     for of_prompt in samples:
+        # They were rewarded as a whole, and are trained on up to --max-length.
         group = make_group(args, [sample.cut(args.max_length) for sample in of_prompt])
         if group:
             new_groups.append(group)
-    if all(group[0].reward == group[-1].reward for group in new_groups):
+    if all(group[0].reward == group[-1].reward for group in new_groups):  # or if there is none
         run.fail(f"round {number}: no prompt's rewards differ; raise --temperature, lower --reward-threshold")
     metrics["rollout/round"] = number
     metrics["rollout/filtered"] = 1 - len(new_groups) / len(prompts)
@@ -539,8 +543,8 @@ def main(args: Args):
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
         means = run.Means()
         for number, indices in enumerate(micro_batches, 1):
-            # FSDP2 sums gradients over the ranks: on the CPU in the last pass, since once is enough; on CUDA
-            # in every pass, since until then a rank holds the gradients of the whole model.
+            # FSDP2 sums gradients over the ranks. In the last pass is enough, as on the CPU; on CUDA it is in
+            # every pass, so that no rank keeps the gradients of the whole model between two passes.
             policy.set_requires_gradient_sync(device.type == "cuda" or number == len(micro_batches))
             chosen = [batch[i][0] for i in indices]
             rejected = [batch[i][1] for i in indices]
@@ -562,14 +566,14 @@ def main(args: Args):
         if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
             run.fail(f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; lower --lr")
 
-        # the update: synced before it, the reference stays one update behind the policy
+        # the update: synced before it, the reference of the next steps is 1 to k updates behind the policy
         metrics["humanline/steps_since_sync"] = step - progress.last_sync
         if args.humanline and args.sync == "before_step" and step % args.k == 0:
             sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
             progress.last_sync = step
         metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)  # linear warmup, then constant
-        for group in optimizer.param_groups:
-            group.update(lr=metrics["lr"], eps=args.adam_eps, weight_decay=args.weight_decay)
+        for param_group in optimizer.param_groups:
+            param_group.update(lr=metrics["lr"], eps=args.adam_eps, weight_decay=args.weight_decay)
         optimizer.step()
         optimizer.zero_grad()
         if args.humanline and args.sync == "after_step" and (step + 1) % args.k == 0:

@@ -8,11 +8,10 @@
 
 Differs from the paper in (docs/grpo.md):
     - The loss is the mean over the completion tokens of the global batch; HALOs averages microbatches' means.
-    - The KL penalty is against the reference of the ratio, as in C.1.4, not against a fixed initial policy.
+    - The KL penalty is against the reference of the ratio (C.1.4), not against equation 1's fixed policy.
     - Advantages are 0 where all rewards of a group are equal.
     - Groups may have more than two completions; --group-size 2 is the paper's.
     - The gradient norm is one norm over all shards and ranks, not one for each rank.
-    - Completion masks say which tokens count; the paper's listing counts log-ratios that are not exactly 0.
 
 B sequences, T tokens. Log-probs are in nats. A mask is 1 at completion tokens, else 0. An Example is a prompt
 with one completion, a group the G examples of one prompt, best first.
@@ -50,7 +49,7 @@ class Args:
     epsilon: float = 0.15  # the ratio is clipped to 1 ± ε (Table 3; --no-humanline offline 0.5)
     group_size: int = 2  # G. 2: the best and the worst of a prompt's, A = ±1 (C.1.4); else all of them
     # humanline
-    humanline: bool = True  # --no-humanline: no clipping, no syncing
+    humanline: bool = True  # --no-humanline: no clipping, no syncing but at the start of a round
     k: int = 1  # optimizer steps between syncs of the reference (paper: 1)
     log_epsilon_P: float = -1.5  # bounds of a token's log π_θ/π_ref, nats (Tables 1, 2)
     log_epsilon_R: float = 1.5
@@ -84,7 +83,7 @@ class Args:
     online: bool = False  # rounds of samples (Algorithm 1)
     reward_model: str = ""  # classifier with one output
     round_prompts: int = 1024  # prompts per round (Table 1)
-    samples_per_prompt: int = 8  # best and worst make a pair (Table 1)
+    samples_per_prompt: int = 8  # best and worst make a pair (Table 1); --group-size above 2 replaces it
     reward_threshold: float = 0.01  # τ, least difference in a pair (Table 1)
     # sampling
     max_new_tokens: int = 2048  # tokens (paper: 2048)
@@ -212,9 +211,10 @@ def encode_row(args, tokenizer, eos_ids, row: dict) -> tuple:
 
 
 def read_pair(row: dict) -> tuple:
-    """Prompt, a text or messages, and the texts [chosen, rejected], or [].
+    """Prompt, a text or messages, and [chosen, rejected], or [] where the row has neither.
 
-    If these are messages, they begin with the prompt's, or are one message each.
+    Each of these is a text or a list of messages, of which the last is the completion. What stands before it
+    is the prompt, the same in both.
     """
     prompt = row.get("prompt", row.get("instruction"))
     chosen = row.get("chosen")
@@ -225,13 +225,14 @@ def read_pair(row: dict) -> tuple:
         if history != rejected_history:
             raise ValueError("chosen and rejected must differ in their last message alone")
         texts = [message["content"] for message in history]
+        # A text beside them may repeat a message of the history, as UltraFeedback's does.
         if history and prompt not in (None, history, *texts):
             raise ValueError("chosen and rejected do not begin with the prompt")
         prompt = history or prompt
         chosen, rejected = [last_chosen], [last_rejected]
     if prompt is None:
         raise ValueError(f"no prompt in the columns {', '.join(row)}")
-    if chosen is rejected is None:
+    if chosen is None and rejected is None:
         return prompt, []
     if chosen == rejected:
         raise utils.CannotTrain("chosen equals rejected")
@@ -324,7 +325,7 @@ def setup(args):
 def shard_model(args, model, device):
     """Shards the model in place with FSDP2: decoder blocks, an untied embedding and head, the rest as root.
 
-    With --shard-size (HSDP) so many ranks share a copy, and their groups have equal copies.
+    With --shard-size (HSDP) so many ranks share a copy, and each set of so many has an equal one.
     """
     world = dist.get_world_size()
     shard_size = args.shard_size or world
@@ -373,7 +374,8 @@ def load_models(args, reference_dtype: torch.dtype, device) -> tuple:
     policy.to(torch.float32).train()
     reference.eval().requires_grad_(False)
     for name, buffer in policy.named_buffers():
-        buffer.copy_(reference.get_buffer(name))  # Gemma's scale is rounded to the dtype of loading
+        # Gemma's scale is rounded to the dtype of loading: to the files' in one, to another in the other.
+        buffer.copy_(reference.get_buffer(name))
     for model in models:
         utils.choose_attention(model, max(args.max_length, args.max_prompt_length + args.max_new_tokens))
     if args.gradient_checkpointing:
@@ -431,10 +433,11 @@ def sample_round(args, sampler, policy, groups: list[tuple], number: int) -> tup
         samples, metrics = sampler.sample(policy, prompts, args.samples_per_prompt, (args.seed, number))
     new_groups = []
     for of_prompt in samples:
+        # They were rewarded as a whole, and are trained on up to --max-length.
         group = make_group(args, [sample.cut(args.max_length) for sample in of_prompt])
         if group:
             new_groups.append(group)
-    if all(group[0].reward == group[-1].reward for group in new_groups):
+    if all(group[0].reward == group[-1].reward for group in new_groups):  # or if there is none
         run.fail(f"round {number}: no prompt's rewards differ; raise --temperature, lower --reward-threshold")
     metrics["rollout/round"] = number
     metrics["rollout/filtered"] = 1 - len(new_groups) / len(prompts)
@@ -577,8 +580,8 @@ def main(args: Args):
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
         means = run.Means()
         for number, indices in enumerate(micro_batches, 1):
-            # FSDP2 sums gradients over the ranks: on the CPU in the last pass, since once is enough; on CUDA
-            # in every pass, since until then a rank holds the gradients of the whole model.
+            # FSDP2 sums gradients over the ranks. In the last pass is enough, as on the CPU; on CUDA it is in
+            # every pass, so that no rank keeps the gradients of the whole model between two passes.
             policy.set_requires_gradient_sync(device.type == "cuda" or number == len(micro_batches))
             input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
 
@@ -605,14 +608,14 @@ def main(args: Args):
         if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
             run.fail(f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; lower --lr")
 
-        # the update: synced before it, the reference stays one update behind the policy
+        # the update: synced before it, the reference of the next steps is 1 to k updates behind the policy
         metrics["humanline/steps_since_sync"] = step - progress.last_sync
         if args.humanline and args.sync == "before_step" and step % args.k == 0:
             sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
             progress.last_sync = step
         metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)  # linear warmup, then constant
-        for group in optimizer.param_groups:
-            group.update(lr=metrics["lr"], eps=args.adam_eps, weight_decay=args.weight_decay)
+        for param_group in optimizer.param_groups:
+            param_group.update(lr=metrics["lr"], eps=args.adam_eps, weight_decay=args.weight_decay)
         optimizer.step()
         optimizer.zero_grad()
         if args.humanline and args.sync == "after_step" and (step + 1) % args.k == 0:

@@ -8,10 +8,9 @@ humanline: `grep -n "# humanline [cs]" grpo_math_humanline.py`.
 
 Differs from the paper in (docs/grpo_math.md):
     - The loss is the mean over the completion tokens of the global batch, not a mean of means.
-    - The KL penalty is against the reference of the ratio, as in C.1.4, not against a fixed initial policy.
+    - The KL penalty is against the reference of the ratio (C.1.4), not against equation 1's fixed policy.
     - Log-probs in training have the temperature of sampling.
     - The gradient norm is one norm over all shards and ranks, not one for each rank.
-    - Completion masks say which tokens count; the paper's listing counts log-ratios that are not exactly 0.
     - Answers that cannot be graded within limits count as wrong, and such problems are dropped.
 
 B sequences, T tokens. Log-probs are in nats. A mask is 1 at completion tokens, else 0. An Example is a
@@ -289,7 +288,7 @@ def setup(args):
 def shard_model(args, model, device):
     """Shards the model in place with FSDP2: decoder blocks, an untied embedding and head, the rest as root.
 
-    With --shard-size (HSDP) so many ranks share a copy, and their groups have equal copies.
+    With --shard-size (HSDP) so many ranks share a copy, and each set of so many has an equal one.
     """
     world = dist.get_world_size()
     shard_size = args.shard_size or world
@@ -338,7 +337,8 @@ def load_models(args, reference_dtype: torch.dtype, device) -> tuple:
     policy.to(torch.float32).train()
     reference.eval().requires_grad_(False)
     for name, buffer in policy.named_buffers():
-        buffer.copy_(reference.get_buffer(name))  # Gemma's scale is rounded to the dtype of loading
+        # Gemma's scale is rounded to the dtype of loading: to the files' in one, to another in the other.
+        buffer.copy_(reference.get_buffer(name))
     for model in models:
         utils.choose_attention(model, max(args.max_length, args.max_prompt_length + args.max_new_tokens))
     if args.gradient_checkpointing:
@@ -644,8 +644,8 @@ def main(args: Args):
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
         means = run.Means()
         for number, indices in enumerate(micro_batches, 1):
-            # FSDP2 sums gradients over the ranks: on the CPU in the last pass, since once is enough; on CUDA
-            # in every pass, since until then a rank holds the gradients of the whole model.
+            # FSDP2 sums gradients over the ranks. In the last pass is enough, as on the CPU; on CUDA it is in
+            # every pass, so that no rank keeps the gradients of the whole model between two passes.
             policy.set_requires_gradient_sync(device.type == "cuda" or number == len(micro_batches))
             input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
 
@@ -675,14 +675,14 @@ def main(args: Args):
         if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
             run.fail(f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; lower --lr")
 
-        # the update: synced before it, the reference stays one update behind the policy
+        # the update: synced before it, the reference of the next steps is 1 to k updates behind the policy
         metrics["humanline/steps_since_sync"] = step - progress.last_sync
         if args.humanline and args.sync == "before_step" and step % args.k == 0:
             sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
             progress.last_sync = step
         metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)  # linear warmup, then constant
-        for group in optimizer.param_groups:
-            group.update(lr=metrics["lr"], eps=args.adam_eps, weight_decay=args.weight_decay)
+        for param_group in optimizer.param_groups:
+            param_group.update(lr=metrics["lr"], eps=args.adam_eps, weight_decay=args.weight_decay)
         optimizer.step()
         optimizer.zero_grad()
         if args.humanline and args.sync == "after_step" and (step + 1) % args.k == 0:
