@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,8 +37,6 @@ def parse_args(Args, file: str, doc: str, toy: dict, toy_online: dict, flags=Non
     """
     if flags is None:
         flags = sys.argv[1:]
-    with suppress(AttributeError):  # a terminal that lacks a letter shows its code
-        sys.stdout.reconfigure(errors="backslashreplace")
     named, _ = tyro.cli(Args, args=flags, add_help=False, return_unknown_args=True)
     if named.resume:
         source = f"the settings of {named.resume}"
@@ -236,15 +234,12 @@ def load_args(Args, folder: Path, file: str):
         saved = json.loads((folder / "args.json").read_text())
         if saved.pop("script") != Path(file).stem:
             raise ValueError(f"it is not a run of {Path(file).name}")
-        if saved.keys() != vars(Args()).keys():
-            raise ValueError("another version, with other flags, wrote it; go on with that version")
-        return Args(**saved)
+        return Args(**saved)  # a TypeError if another version, with other flags, wrote it
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
     """The newest first."""
-    paths = [path for path in folder.glob("step-*") if path.name[5:].isdecimal()]
-    return sorted(paths, key=lambda path: int(path.name[5:]), reverse=True)
+    return sorted(folder.glob("step-*[0-9]"), key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -309,20 +304,17 @@ def load_checkpoint(folder: Path, policy, reference, optimizer, data_hash: str) 
     if progress.data_hash != data_hash:
         raise ValueError("--dataset, or its tokens, changed; bring it back")
     state = training_state(policy, reference, optimizer)
-    names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    weights = [name for name in names if name.startswith("policy.")]
-    if len(weights) != len(state["policy"]):
+    saved_names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    names = {f"{model}.{name}" for model in ("policy", "reference") for name in state[model]}
+    if names != {name for name in saved_names if not name.startswith("optimizer.")}:
         raise ValueError("it has other weights than --model")
-    moments = {"optimizer": state.pop("optimizer")}
-    dcp.load(state, checkpoint_id=folder)
     # A weight that never had a gradient has no moments there: they stay 0.
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load(moments, checkpoint_id=folder, planner=planner)
+    dcp.load(state, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
     dcp_state.set_state_dict(
         policy,
         optimizer,
         model_state_dict=state["policy"],
-        optim_state_dict=moments["optimizer"],
+        optim_state_dict=state["optimizer"],
     )
     dcp_state.set_model_state_dict(reference, state["reference"])
     for i, group in enumerate(progress.pool):
@@ -346,7 +338,6 @@ def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
             weights[name] = tensor.cpu()
     if dist.get_rank() == 0:
         policy.generation_config = GenerationConfig(
-            bos_token_id=tokenizer.bos_token_id,
             eos_token_id=sorted(eos_ids),
             pad_token_id=tokenizer.pad_token_id,
         )
@@ -432,13 +423,9 @@ class Log:
         if dist.get_rank() != 0:
             return
         path = folder / "metrics.jsonl"
-        kept = ""
-        if path.exists():
-            for line in path.read_text(errors="replace").splitlines():
-                with suppress(ValueError, TypeError, KeyError):  # a line that is cut, or damaged
-                    if json.loads(line)["step"] < start:
-                        kept += f"{line}\n"
-        write(path, kept)
+        path.touch()
+        lines = path.read_text().splitlines(keepends=True)  # one for each step
+        write(path, "".join(lines[:start]))
         self.file = path.open("a", buffering=1)
         self.writer = SummaryWriter(folder, purge_step=start)
         if start == 0:

@@ -54,7 +54,7 @@ class Example(NamedTuple):
 
 
 class CannotTrain(Exception):
-    """Why a row is left out."""
+    """Why a row is left out. Other exceptions end the run: there the file, or the template, is to blame."""
 
 
 def load_tokenizer(
@@ -194,18 +194,17 @@ def decode_completion(tokenizer, prompt: Example, ids: list[int]) -> str:
 
 
 # === Token log-probs ===
+def pad_rows(rows: list, device, value=0, side: str = "right"):
+    """(B, T): rows of numbers, padded with `value`."""
+    tensors = [torch.tensor(row) for row in rows]
+    return pad_sequence(tensors, True, value, side).to(device)
+
+
 def pad_batch(examples: list[Example], device):
     """input_ids (B, T) int64, padded on the right with 0, and mask (B, T) fp32."""
-    longest = max(example.length for example in examples)
-    input_ids = torch.zeros(len(examples), longest, dtype=torch.long)
-    mask = torch.zeros(len(examples), longest)
-    for i, example in enumerate(examples):
-        ids = [*example.prompt_ids, *example.completion_ids]
-        begin = len(example.prompt_ids)
-        end = len(ids)
-        input_ids[i, :end] = torch.tensor(ids)
-        mask[i, begin:end] = 1
-    return input_ids.to(device), mask.to(device)
+    ids = [example.prompt_ids + example.completion_ids for example in examples]
+    masks = [[0.0] * len(example.prompt_ids) + [1.0] * len(example.completion_ids) for example in examples]
+    return pad_rows(ids, device), pad_rows(masks, device)
 
 
 def matmul_fp32(a, b):
@@ -220,20 +219,19 @@ class HeadLogps(torch.autograd.Function):
     """log softmax(z)[target], (N,), of the logits z = head(hidden) / temperature, (N, V), in fp32 or wider.
 
     z would be the largest tensor of a pass by far. Here it never is one: it comes in blocks of block_size
-    columns. The backward pass computes them again, but the first ones, kept in up to keep_bytes. With
-    L = log Σ_v exp z_v,
+    columns, which the backward pass computes again, unless they are to be kept. With L = log Σ_v exp z_v,
 
         log softmax(z)[target] = z[target] - L
         its gradient in z      = onehot(target) - exp(z - L)
     """
 
     @staticmethod
-    def block(hidden, weight, bias, start, block_size, softcap, temperature):
-        """z (N, block_size): columns `start` and following."""
-        columns = slice(start, start + block_size)
-        z = matmul_fp32(hidden, weight[columns].T)
+    def logits(hidden, weight, bias, start, block_size, softcap, temperature):
+        """A block of z (N, block_size): columns `start` and following."""
+        tokens = slice(start, start + block_size)
+        z = matmul_fp32(hidden, weight[tokens].T)
         if bias is not None:
-            z += bias[columns]
+            z += bias[tokens]
         if softcap:  # Gemma 2: softcap · tanh(z / softcap)
             return z.div_(softcap).tanh_().mul_(softcap / temperature)
         return z.div_(temperature)
@@ -246,24 +244,22 @@ class HeadLogps(torch.autograd.Function):
         return nearest, nearest == columns
 
     @staticmethod
-    def forward(ctx, hidden, targets, weight, bias, block_size, softcap, temperature, keep_bytes):
+    def forward(ctx, hidden, targets, weight, bias, block_size, softcap, temperature, keep):
         # hidden (N, D), targets (N,), weight (V, D), bias (V,) or None
         ctx.settings = (block_size, softcap, temperature)
-        ctx.kept = {}  # {start: block}
-        kept_bytes = 0
+        ctx.kept = []  # blocks
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         N = len(hidden)
         L = hidden.new_full((N, 1), -math.inf, dtype=dtype)  # of the blocks so far
         z_target = torch.zeros_like(L)
         for start in range(0, len(weight), block_size):
-            z = HeadLogps.block(hidden, weight, bias, start, *ctx.settings)
+            z = HeadLogps.logits(hidden, weight, bias, start, *ctx.settings)
             L_block = z.logsumexp(-1, keepdim=True)
             L = torch.logaddexp(L, L_block)
             columns, inside = HeadLogps.locate(targets, start, z.shape[1])
             z_target = torch.where(inside, z.gather(1, columns), z_target)
-            kept_bytes += z.nbytes
-            if kept_bytes <= keep_bytes:
-                ctx.kept[start] = z
+            if keep:
+                ctx.kept.append(z)
             del z  # or two blocks would be in memory at once
         ctx.save_for_backward(hidden, targets, weight, bias, L)
         return (z_target - L).sum(-1)  # not [:, 0], a view: FSDP2 warns of those
@@ -277,10 +273,11 @@ class HeadLogps(torch.autograd.Function):
         d_weight = torch.empty_like(weight)
         d_bias = None if bias is None else torch.empty_like(bias)
         for start in range(0, len(weight), block_size):
-            block = slice(start, start + block_size)
-            z = ctx.kept.pop(start, None)
-            if z is None:
-                z = HeadLogps.block(hidden, weight, bias, start, *ctx.settings)
+            tokens = slice(start, start + block_size)
+            if ctx.kept:
+                z = ctx.kept.pop(0)
+            else:
+                z = HeadLogps.logits(hidden, weight, bias, start, *ctx.settings)
             if softcap:
                 slope = 1 - (z * (temperature / softcap)) ** 2  # of tanh
             columns, inside = HeadLogps.locate(targets, start, z.shape[1])
@@ -290,10 +287,10 @@ class HeadLogps(torch.autograd.Function):
             if softcap:
                 d_z.mul_(slope)
             if bias is not None:
-                d_bias[block] = d_z.sum(0)
+                d_bias[tokens] = d_z.sum(0)
             d_z = d_z.to(weight.dtype)  # bf16 factors again
-            d_hidden += matmul_fp32(d_z, weight[block])
-            d_weight[block] = matmul_fp32(d_z.T, hidden)
+            d_hidden += matmul_fp32(d_z, weight[tokens])
+            d_weight[tokens] = matmul_fp32(d_z.T, hidden)
             del z, d_z
         return d_hidden.to(hidden.dtype), None, d_weight, d_bias, None, None, None, None
 
@@ -411,6 +408,7 @@ def token_logps(
     mask,
     temperature: float = 1.0,
     max_logits: int = 2**23,
+    max_kept: int = 2**28,
 ):
     """log π(y_t | x, y_<t) of every completion token, (B, T) in fp32 or wider, 0 where mask is 0.
 
@@ -421,7 +419,8 @@ def token_logps(
     Args:
         input_ids: (B, T), padded on the right.
         mask: (B, T), 1 at the tokens to score; a sequence's first token has no prediction.
-        max_logits: held at once.
+        max_logits: computed at once.
+        max_kept: logits of a pass that may be kept for the backward pass, 1 GiB in fp32; else none are.
     """
     selected = mask.bool()
     if selected[:, 0].any():
@@ -439,15 +438,14 @@ def token_logps(
         predicting = selected.roll(-1, 1)
 
     def head_logps(hidden):  # (B, T, D) -> (N,)
-        keep_bytes = 0  # a GPU computes bf16 products again for little
-        if torch.is_grad_enabled() and hidden.dtype != torch.bfloat16:
-            keep_bytes = 0.8 * 2**30
+        keep = torch.is_grad_enabled() and len(targets) * len(head.weight) <= max_kept
         tensors = (hidden[predicting], targets, head.weight, head.bias)
-        return HeadLogps.apply(*tensors, block_size, softcap, temperature, keep_bytes)
+        return HeadLogps.apply(*tensors, block_size, softcap, temperature, keep)
 
     head.forward = head_logps
     if softcap:
-        vars(config)["final_logit_softcapping"] = None  # or the model would apply it to the log-probs
+        # Or the model would apply it to the log-probs. By vars, since some configs refuse None.
+        vars(config)["final_logit_softcapping"] = None
     try:
         logps = model(**inputs, use_cache=False).logits  # (N,)
     finally:
@@ -473,10 +471,9 @@ def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int = 16384):
     """
     limit = max_tokens or math.inf
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    needed = max(1, sum(lengths) / limit)
-    needed = min(needed, len(lengths))
-    count = ranks * math.ceil(needed / ranks)
+    count = 0
     while True:
+        count += ranks
         micro_batches = [[] for _ in range(count)]
         tokens = [0] * count
         for i in longest_first:
@@ -485,7 +482,6 @@ def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int = 16384):
             tokens[lightest] += lengths[i]
         if all(total <= limit or len(batch) == 1 for total, batch in zip(tokens, micro_batches)):
             return micro_batches
-        count += ranks
 
 
 @torch.no_grad()
@@ -586,21 +582,21 @@ def unchanged_process(device):
 class TransformersEngine:
     """A whole copy of the policy on every rank, for transformers' `generate`."""
 
-    def __init__(self, settings):
-        options = dict(dtype=settings.dtype, trust_remote_code=settings.trust_remote_code)
-        self.model = load_pretrained(AutoModelForCausalLM, settings.model, **options)
-        self.model.to(settings.device).eval()
+    def __init__(self, sampler):
+        options = dict(dtype=sampler.dtype, trust_remote_code=sampler.trust_remote_code)
+        self.model = load_pretrained(AutoModelForCausalLM, sampler.model, **options)
+        self.model.to(sampler.device).eval()
         self.model.generation_config = GenerationConfig()  # none of the model's own settings
-        self.batch_size = settings.batch_size
-        self.max_new_tokens = settings.max_new_tokens
-        self.max_length = settings.max_length
+        self.batch_size = sampler.batch_size
+        self.max_new_tokens = sampler.max_new_tokens
+        self.max_length = sampler.max_length
         self.options = {
             "do_sample": True,
-            "temperature": settings.temperature or 1e-6,  # 0: greedy
-            "top_p": settings.top_p,
+            "temperature": sampler.temperature or 1e-6,  # 0: greedy
+            "top_p": sampler.top_p,
             "top_k": 0,
             "remove_invalid_values": True,  # NaN is for check_engine to report
-            "eos_token_id": list(settings.eos_ids),
+            "eos_token_id": list(sampler.eos_ids),
             "pad_token_id": 0,
         }
 
@@ -613,10 +609,8 @@ class TransformersEngine:
         device = self.model.device
         outputs = []
         for prompts, seed in tqdm(batches, "sampling", leave=False, disable=dist.get_rank() != 0):
-            rows = [torch.tensor(ids, device=device) for ids in prompts]
-            ones = [torch.ones_like(row) for row in rows]
-            input_ids = pad_sequence(rows, batch_first=True, padding_side="left")
-            attention_mask = pad_sequence(ones, batch_first=True, padding_side="left")
+            input_ids = pad_rows(prompts, device, side="left")
+            attention_mask = pad_rows([[1] * len(ids) for ids in prompts], device, side="left")
             width = input_ids.shape[1]
             torch.manual_seed(seed)
             ids = self.model.generate(
@@ -636,24 +630,24 @@ class TransformersEngine:
 class VllmEngine:
     """vLLM in this process, one for each rank. On a GPU it sleeps while the policy trains, without memory."""
 
-    def __init__(self, settings):
+    def __init__(self, sampler):
         # It logs much, reports its use to its makers, and asks for the rank without torchrun too.
         defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "RANK": "0", "LOCAL_RANK": "0"}
         for name, value in defaults.items():
             os.environ.setdefault(name, value)
         from vllm import LLM, SamplingParams, _custom_ops
 
-        self.sleeps = settings.device.type == "cuda"
+        self.sleeps = sampler.device.type == "cuda"
         if self.sleeps:
-            memory = {"gpu_memory_utilization": settings.vllm_memory, "enable_sleep_mode": True}
+            memory = {"gpu_memory_utilization": sampler.vllm_memory, "enable_sleep_mode": True}
         else:
             _custom_ops._supports_onednn = False  # its packed weights would stay the old ones
             memory = {"kv_cache_memory_bytes": 2**30, "enforce_eager": True}
         self.llm = LLM(
-            settings.model,
-            dtype=settings.dtype,
-            trust_remote_code=settings.trust_remote_code,
-            max_model_len=settings.max_length,
+            sampler.model,
+            dtype=sampler.dtype,
+            trust_remote_code=sampler.trust_remote_code,
+            max_model_len=sampler.max_length,
             skip_tokenizer_init=True,
             load_format="dummy",  # `update` brings the weights
             hf_overrides={"head_dtype": "float32"},  # logits as exact as token_logps'
@@ -666,11 +660,11 @@ class VllmEngine:
         gc.unfreeze()  # vLLM froze it
         self.batch_size = 1  # it makes its own batches
         self.params = SamplingParams(
-            max_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
+            max_tokens=sampler.max_new_tokens,
+            temperature=sampler.temperature,
+            top_p=sampler.top_p,
             ignore_eos=True,  # vLLM's own; ours are the stop tokens
-            stop_token_ids=list(settings.eos_ids),
+            stop_token_ids=list(sampler.eos_ids),
             detokenize=False,
         )
 
@@ -802,7 +796,8 @@ class Sampler:
         outputs = []
         for i in range(len(batches)):
             for ids, logps in of_ranks[i % world][i // world]:
-                end = next((i for i, token in enumerate(ids, 1) if token in self.eos_ids), len(ids))
+                ends = [place for place, token in enumerate(ids, 1) if token in self.eos_ids]
+                end = min(ends, default=len(ids))  # behind it stands padding
                 outputs.append((ids[:end], logps))
         return outputs
 
@@ -863,7 +858,7 @@ def reward_scores(model, tokenizer, samples: list[Example]):
         ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids
         if mostly_unknown(tokenizer, ids):
             raise ValueError("--reward-model: most tokens of a sample are unknown to its tokenizer")
-        encoded.append(torch.tensor(ids, device=model.device))
+        encoded.append(ids)
     shortest_first = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
     longest = len(encoded[shortest_first[-1]])
     size = max(1, 16384 // longest)
@@ -877,9 +872,8 @@ def reward_scores(model, tokenizer, samples: list[Example]):
     for first in range(rank * size, len(encoded), world * size):
         indices = shortest_first[first : first + size]
         rows = [encoded[i] for i in indices]
-        ones = [torch.ones_like(row) for row in rows]
-        input_ids = pad_sequence(rows, batch_first=True, padding_value=pad_id)
-        attention_mask = pad_sequence(ones, batch_first=True)
+        input_ids = pad_rows(rows, model.device, pad_id)
+        attention_mask = pad_rows([[1] * len(row) for row in rows], model.device)
         output = model(input_ids=input_ids, attention_mask=attention_mask)
         score = output.score if hasattr(output, "score") else output.logits  # (b,) or (b, 1)
         scores[indices] = score.double().view(len(indices))
@@ -892,16 +886,14 @@ def reward_scores(model, tokenizer, samples: list[Example]):
 # === Statistics ===
 def sample_statistics(samples: list[Example]) -> dict:
     """Length in tokens, whether finished, and reward if there is one, (N,) float64 each."""
-    lengths = [len(sample.completion_ids) for sample in samples]
-    finished = [sample.finished for sample in samples]
-    rewards = [sample.reward for sample in samples]
     statistics = {
-        "length": torch.tensor(lengths, dtype=torch.float64),
-        "finished": torch.tensor(finished, dtype=torch.float64),
+        "length": [len(sample.completion_ids) for sample in samples],
+        "finished": [sample.finished for sample in samples],
+        "reward": [sample.reward for sample in samples],
     }
-    if not math.isnan(rewards[0]):
-        statistics["reward"] = torch.tensor(rewards, dtype=torch.float64)
-    return statistics
+    if math.isnan(samples[0].reward):
+        del statistics["reward"]
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in statistics.items()}
 
 
 def win_rate(rewards, baseline):

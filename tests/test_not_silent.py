@@ -1,10 +1,8 @@
 """What would go wrong without a word: lost text, wrong tokens, other attention, ranks with other data."""
 
-import json
-
 import pytest
 import torch
-from conftest import PAIRS, ROOT, TOY, run_ranks
+from conftest import PAIRS, TOY
 from test_token_logps import EXAMPLES, full_logps
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Phi3Config
 
@@ -152,21 +150,3 @@ def test_a_model_whose_log_probs_are_not_its_own_is_refused(name, settings):
     model = build(name, **settings).train()
     with pytest.raises(ValueError, match="depends on later tokens, on noise|logits have a factor"):
         utils.choose_attention(model, 32)
-
-
-# --- ranks and terminals ---
-
-
-def worker_that(folder, *lines: str) -> str:
-    """worker.py, after these lines."""
-    path, own = folder / "own_worker.py", ROOT / "tests" / "worker.py"
-    run = [f"sys.argv[0] = {str(own)!r}", "runpy.run_path(sys.argv[0], run_name='__main__')"]
-    path.write_text("\n".join(["import os, runpy, sys", *lines, *run]))
-    return str(path)
-
-
-def test_a_terminal_that_lacks_letters_loses_nothing(tmp_path):
-    evaluated = ["--eval-dataset", PAIRS, "--eval-samples", "4", "--output-dir", str(tmp_path / "run")]
-    worker = worker_that(tmp_path, "sys.stdout.reconfigure(encoding='ascii', errors='strict')")
-    assert "standard error" in run_ranks(1, [[*SHORT, *evaluated]], worker)
-    assert len(json.loads((tmp_path / "run" / "outputs.json").read_text())) == 4
