@@ -61,6 +61,7 @@ class Args:
     micro_batch_tokens: int = 8192  # most tokens in a forward pass of a rank; 0: any
     lr: float = 5e-6  # AdamW's learning rate (paper: 5e-6, online 2.5e-6)
     warmup_fraction: float = 0.1  # share of the steps (Tables 1, 2)
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after warmup (paper: constant)
     weight_decay: float = 1e-2  # of AdamW (Table 1)
     adam_eps: float = 1e-5  # AdamW's ε (paper: 1e-5)
     max_grad_norm: float = 4.0  # global gradient norm (paper: 4, online 0.1; --no-humanline 1, 0.5)
@@ -77,6 +78,7 @@ class Args:
     eos_token: str = ""  # that ends a turn; empty: the tokenizer's
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bf16, CPU fp32, toy fp64
     gradient_checkpointing: bool = False  # less memory, more time
+    compile: bool = False  # of every block, by torch.compile: a minute at first, then faster on a GPU
     shard_size: int = 0  # ranks that share a copy (HSDP), such as those of a machine; 0: all
     trust_remote_code: bool = False  # run a model's own Python code
     # online
@@ -91,6 +93,7 @@ class Args:
     top_p: float = 0.95  # nucleus sampling (Table 1)
     engine: Literal["auto", "vllm", "hf"] = "auto"  # auto: vLLM where installed
     vllm_memory: float = 0.3  # share of a GPU's memory
+    vllm_tensor_parallel: int = 1  # GPUs that share an engine
     generation_batch_size: int = 32  # sequences, for hf
     # run
     seed: int = 1  # of data order and sampling
@@ -323,6 +326,7 @@ def setup(args):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every new length of a sequence
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # lengths vary
         backend = "cpu:gloo,cuda:nccl"
     else:
         device = torch.device("cpu")
@@ -339,6 +343,12 @@ def setup(args):
     return rank, world, device
 
 
+def decoder_blocks(model) -> list:
+    """The modules that transformers names as not to be split; `fully_shard` puts FSDP before the name."""
+    names = model._no_split_modules or ()
+    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+
+
 def shard_model(args, model, device):
     """Shards the model in place with FSDP2: decoder blocks, an untied embedding and head, the rest as root.
 
@@ -351,8 +361,7 @@ def shard_model(args, model, device):
     else:
         shape = (world // shard_size, shard_size)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-    block_names = model._no_split_modules or ()
-    units = [module for module in model.modules() if type(module).__name__ in block_names]
+    units = decoder_blocks(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight is not head.weight:  # a tied weight belongs to both, and so to the root
         units += [embedding, head]
@@ -376,10 +385,6 @@ def load_models(args, reference_dtype: torch.dtype, device) -> tuple:
     config = AutoConfig.from_pretrained(args.model, **options)
     utils.check_positions(config, args.max_length, args.max_prompt_length, args.max_new_tokens)
     config.dtype = None  # so that "auto" is the files' dtype
-    text_config = config.get_text_config()
-    for key, value in text_config.to_dict().items():
-        if isinstance(value, float) and ("drop" in key or "jitter" in key):
-            setattr(text_config, key, 0.0)  # noise would part the policy from the reference
     # The files are memory-mapped, in pages that all ranks share. The policy is cast after sharding, which
     # moves a rank's shards to its device, so that no rank ever holds the whole model in fp32.
     models = []
@@ -388,15 +393,23 @@ def load_models(args, reference_dtype: torch.dtype, device) -> tuple:
         run.compare_ranks({"the checksum of --model's weights": utils.checksum(model)})
         models.append(shard_model(args, model, device))
     policy, reference = models
-    policy.to(torch.float32).train()
+    policy.to(torch.float32).eval()  # dropout would part it from the reference
     reference.eval().requires_grad_(False)
     for name, buffer in policy.named_buffers():
         # Gemma's scale is rounded to the dtype of loading: to the files' in one, to another in the other.
         buffer.copy_(reference.get_buffer(name))
-    for model in models:
-        utils.choose_attention(model, max(args.max_length, args.max_prompt_length + args.max_new_tokens))
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
+        for block in decoder_blocks(policy):
+            block.training = True  # not its children; in eval mode it would do nothing
+    longest = max(args.max_length, args.max_prompt_length + args.max_new_tokens)
+    for model in models:
+        attention = utils.choose_attention(model, longest)
+        if args.compile:
+            for block in decoder_blocks(model):
+                block.compile(dynamic=True)
+    if dist.get_rank() == 0:
+        print(f"attention: {attention}")
     return policy, reference
 
 
@@ -414,6 +427,7 @@ def make_sampler(args, tokenizer, eos_ids, dtype, device):
         top_p=args.top_p,
         batch_size=args.generation_batch_size,
         vllm_memory=args.vllm_memory,
+        vllm_tensor_parallel=args.vllm_tensor_parallel,
         trust_remote_code=args.trust_remote_code,
         reward_model=args.reward_model,
     )
@@ -549,7 +563,7 @@ def main(args: Args):
         sampler = make_sampler(args, tokenizer, eos_ids, reference_dtype, device)
     # Fused, since the default on CUDA needs memory for one more moment. Its settings are set in every step.
     optimizer = torch.optim.AdamW(policy.parameters(), fused=device.type == "cuda")
-    warmup_steps = max(1, round(args.warmup_fraction * args.num_steps))
+    lr_factor = run.lr_schedule(args, optimizer)
 
     # run
     output_dir = run.open_folder(args, __file__, device)
@@ -599,6 +613,7 @@ def main(args: Args):
             # FSDP2 sums gradients over the ranks. In the last pass is enough, as on the CPU; on CUDA it is in
             # every pass, so that no rank keeps the gradients of the whole model between two passes.
             policy.set_requires_gradient_sync(device.type == "cuda" or number == len(micro_batches))
+            policy.set_requires_all_reduce(number == len(micro_batches))  # over the copies of HSDP
             in_pass = [examples[i] for i in indices]
             input_ids, mask = utils.pad_batch(in_pass, device)  # (B, T)
             desirable = torch.tensor([example.reward > 0 for example in in_pass], device=device)  # (B,)
@@ -630,7 +645,7 @@ def main(args: Args):
         if args.humanline and args.sync == "before_step" and step % args.k == 0:
             sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
             progress.last_sync = step
-        metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)  # linear warmup, then constant
+        metrics["lr"] = args.lr * lr_factor(step + 1)
         for param_group in optimizer.param_groups:
             param_group.update(lr=metrics["lr"], eps=args.adam_eps, weight_decay=args.weight_decay)
         optimizer.step()

@@ -24,7 +24,7 @@ from filelock import FileLock
 from torch.distributed.tensor import DTensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
-from transformers import GenerationConfig
+from transformers import GenerationConfig, get_scheduler
 
 import utils
 
@@ -58,7 +58,8 @@ def parse_args(Args, file: str, doc: str, toy: dict, toy_online: dict, flags=Non
 # Least values; of the others 0. A group of one has no advantage.
 LEAST = dict(k=1, batch_size=1, prompts_per_step=1, group_size=2, sample_every=1, round_prompts=1)
 LEAST |= dict(samples_per_prompt=1, max_length=1, max_new_tokens=1, eval_samples_per_problem=1)
-LEAST |= dict(generation_batch_size=1, max_grad_norm=1e-9, top_p=1e-9)
+LEAST |= dict(generation_batch_size=1, max_grad_norm=1e-9, top_p=1e-9, vllm_tensor_parallel=1)
+MOST = dict(top_p=1, warmup_fraction=1, vllm_memory=1)
 
 
 def check_flags(args, batch_size: int):
@@ -70,7 +71,7 @@ def check_flags(args, batch_size: int):
         if name == "log_epsilon_P":
             valid = value < 0
         else:
-            valid = isinstance(value, str) or value >= LEAST.get(name, 0)  # nan is neither
+            valid = isinstance(value, str) or LEAST.get(name, 0) <= value <= MOST.get(name, math.inf)
         if not valid:
             fail(f"--{name.replace('_', '-')} {value} is out of range")
     if hasattr(args, "sample_every") and args.temperature == 0:
@@ -85,8 +86,9 @@ def check_flags(args, batch_size: int):
     if not args.dataset:
         fail(f"--model {args.model} needs a --dataset")
     world = int(os.environ.get("WORLD_SIZE", 1))
-    if world % (args.shard_size or 1) or batch_size % world:
-        fail(f"{world} ranks must be a multiple of --shard-size, and a batch of {batch_size} of them")
+    if world % (args.shard_size or 1) or world % args.vllm_tensor_parallel or batch_size % world:
+        flags = "--shard-size and --vllm-tensor-parallel"
+        fail(f"{world} ranks must be a multiple of {flags}, and a batch of {batch_size} of them")
     if getattr(args, "online", False) and not args.reward_model:
         fail("--online needs a --reward-model")
     folder = Path(args.output_dir)
@@ -206,13 +208,16 @@ def open_folder(args, file: str, device) -> Path:
             import wandb  # here, since only this flag needs it
 
             # Before a SummaryWriter is made, whose values W&B reads. A resume goes on in the same run.
-            wandb.init(
-                project="humanline",
-                id=folder.name,
-                resume="allow",
-                config=vars(args),
-                sync_tensorboard=True,
-            )
+            path = str(folder.resolve()).encode()
+            with exit_on_error("--track", BaseException):
+                wandb.init(
+                    project="humanline",
+                    id=hashlib.sha256(path).hexdigest(),
+                    name=folder.name,
+                    resume="allow",
+                    config=vars(args),
+                    sync_tensorboard=True,
+                )
     dist.barrier()
     # A checkpoint has files of every rank. Without a disk that all machines see it would be in pieces.
     compare_ranks({f"--output-dir {folder}, which must be on a disk that all machines see,": mark.exists()})
@@ -271,7 +276,7 @@ def checkpoint_is_due(args, step: int) -> bool:
     return every > 0 and (step % every == 0 or step == args.num_steps)
 
 
-@exit_on_error("no checkpoint was written", BaseException)
+@exit_on_error("no checkpoint was written (is the disk full?)", BaseException)
 def save_checkpoint(args, output_dir: Path, policy, reference, optimizer, progress: Progress):
     """Writes all that a run needs to go on exactly, then removes all but the newest --keep-checkpoints."""
     folder = output_dir / "checkpoints" / f"step-{progress.step}"
@@ -352,6 +357,13 @@ def stop(signal_number: int, steps: int, folder: Path):
         print(f"\nstopped after {steps} steps; to go on: --resume {folder}", flush=True)
         print("(torchrun now ends with a traceback, which is no fault)", flush=True)
     os._exit(128 + signal_number)
+
+
+def lr_schedule(args, optimizer):
+    """The share of --lr at a step, from 1: linear warmup, then --lr-schedule, by transformers."""
+    warmup_steps = max(1, round(args.warmup_fraction * args.num_steps))
+    name = args.lr_schedule.replace("constant", "constant_with_warmup")
+    return get_scheduler(name, optimizer, warmup_steps, args.num_steps).lr_lambdas[0]
 
 
 # === Logs ===

@@ -9,7 +9,7 @@ import math
 import os
 import random
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -79,18 +80,19 @@ def load_tokenizer(
         tokenizer.eos_token = eos_token
     if tokenizer.eos_token not in tokenizer.get_vocab():
         raise ValueError(f"its tokenizer has no end of turn ({tokenizer.eos_token}): name one, --eos-token")
-    eos_ids = {tokenizer.eos_token_id}
     # Chat models often end a turn with another token than the tokenizer's: Llama 3's <|eot_id|>.
-    with suppress(OSError):  # not every model has a generation config
-        ids = GenerationConfig.from_pretrained(name).eos_token_id
-        if isinstance(ids, int):
-            ids = [ids]
-        eos_ids.update(ids or [])
-    return tokenizer, eos_ids
+    try:
+        config = GenerationConfig.from_pretrained(name)
+    except OSError:  # not every model has one
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).get_text_config()
+    ids = config.eos_token_id or []
+    if isinstance(ids, int):
+        ids = [ids]
+    return tokenizer, {tokenizer.eos_token_id, *ids}
 
 
 # Where other formats (Alpaca's, LLaMA-Factory's) have text that belongs to the prompt.
-NOT_READ = ("input", "system", "history", "context", "images")
+NOT_READ = ("input", "system", "system_prompt", "history", "context", "documents", "images", "tools")
 
 
 def check_columns(row: dict):
@@ -144,9 +146,10 @@ def encode(
         whole = prompt + (completion or "")
         special = True
 
+    whole.encode()  # an error if there is half a character, which no tokenizer reads
     prompt_ids = tokenizer(before, add_special_tokens=special).input_ids
     ids = tokenizer(whole, add_special_tokens=special).input_ids
-    if prompt_ids[-1:] == [tokenizer.eos_token_id] and not before.endswith(tokenizer.eos_token):
+    if prompt_ids[-1:] == [tokenizer.eos_token_id] and not before.rstrip().endswith(tokenizer.eos_token):
         prompt_ids.pop()  # some tokenizers add one
 
     if mostly_unknown(tokenizer, ids):
@@ -159,6 +162,8 @@ def encode(
         completion_ids = tokenizer(whole[len(before) :], add_special_tokens=False).input_ids
         if tokenizer.decode(prompt_ids + completion_ids) != tokenizer.decode(ids):
             raise CannotTrain("a token spans prompt and completion")
+    if not completion_ids or completion_ids[0] in eos_ids:
+        raise CannotTrain("the tokenizer drops its text")
     for i, token in enumerate(completion_ids):
         if token in eos_ids:  # what the template writes behind it is not the model's to say
             return prompt_ids, completion_ids[: i + 1]
@@ -251,7 +256,7 @@ class HeadLogps(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         N = len(hidden)
         L = hidden.new_full((N, 1), -math.inf, dtype=dtype)  # of the blocks so far
-        z_target = torch.zeros_like(L)
+        z_target = torch.full_like(L, math.nan)  # it stays so if a token is not in the vocabulary
         for start in range(0, len(weight), block_size):
             z = HeadLogps.logits(hidden, weight, bias, start, *ctx.settings)
             L_block = z.logsumexp(-1, keepdim=True)
@@ -295,39 +300,26 @@ class HeadLogps(torch.autograd.Function):
         return d_hidden.to(hidden.dtype), None, d_weight, d_bias, None, None, None, None
 
 
-def packed_attention(
+@torch.compiler.disable  # lengths are other ones in every pass
+def loop_attention(
     module,
     query,
     key,
     value,
     attention_mask,
-    lengths=None,
     starts=None,
+    longest=None,
     **options,
 ):
     """Causal attention within each of the sequences that stand in one row, (1, heads, ΣT, head size).
 
-    transformers calls it, with what `pack` has put beside the token ids: lengths, and starts as a tensor.
+    transformers calls it, with what `pack` has put beside the token ids.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward  # it takes half a second
 
-    if lengths is None:  # the model was not called by `token_logps`
+    if starts is None:  # the model was not called by `token_logps`
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    if query.is_cuda and query.dtype == torch.bfloat16:  # one kernel for all sequences, in these alone
-        longest = max(lengths)
-        output = varlen_attn(
-            query[0].transpose(0, 1),  # (ΣT, heads, head size)
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
-            starts,
-            starts,
-            longest,
-            longest,
-            scale=options["scaling"],
-            window_size=(-1, 0),  # causal
-            enable_gqa=True,
-        )
-        return output[None], None
+    lengths = starts.diff().tolist()
     queries = query.split(lengths, dim=2)
     keys = key.split(lengths, dim=2)
     values = value.split(lengths, dim=2)
@@ -338,22 +330,51 @@ def packed_attention(
     return torch.cat(outputs, dim=1), None
 
 
+def varlen_attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    starts=None,
+    longest=None,
+    **options,
+):
+    """The same by one kernel for all sequences, which CUDA has for bf16 and most head sizes."""
+    if starts is None:
+        return loop_attention(module, query, key, value, attention_mask, **options)
+    output = varlen_attn(
+        query[0].transpose(0, 1),  # (ΣT, heads, head size)
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        starts,
+        starts,
+        longest,
+        longest,
+        scale=options["scaling"],
+        window_size=(-1, 0),  # causal
+        enable_gqa=True,
+    )
+    return output[None], None
+
+
+PACKED = {"varlen": varlen_attention, "loop": loop_attention}
+
+
 @torch.no_grad()
-def choose_attention(model, longest: int):
+def choose_attention(model, longest: int) -> str:
     """Lets `token_logps` leave out padding, if a trial shows that this changes nothing.
 
     The trial is two equal sequences of 16 tokens: the log-probs of the first 8 must be those of the model's
-    own logits of 8 tokens alone. It is made without padding, then with it. Raises ValueError if both fail.
+    own logits of 8 tokens alone. It is made without padding, then with it. Returns the attention chosen, and
+    why none before it was. Raises ValueError if all fail.
 
     longest: tokens of a sequence in training.
     """
-    transformers.AttentionInterface.register("packed", packed_attention)  # here: it takes a second
+    for name, function in PACKED.items():
+        transformers.AttentionInterface.register(name, function)  # here: it takes a second
     config = model.config.get_text_config()
-    for factor in (
-        "logits_scaling",
-        "logit_scale",
-        "lm_head_multiplier",
-    ):  # bf16 would hide it
+    for factor in ("logits_scaling", "logit_scale", "lm_head_multiplier"):  # bf16 would hide it
         if getattr(config, factor, None) not in (None, 1):
             raise ValueError(f"its logits have a factor, {factor}, which `token_logps` leaves out")
     text = torch.arange(1, 17, device=model.device) % config.vocab_size
@@ -363,23 +384,32 @@ def choose_attention(model, longest: int):
     expected = -F.cross_entropy(predictions, half[1:], reduction="none")  # (7,)
 
     implementations = [model.config._attn_implementation]
-    window = getattr(config, "sliding_window", None) or longest  # packed_attention has none
+    failed = "; it cannot be packed, by a window, a state or its code"
+    window = getattr(config, "sliding_window", None) or longest  # the packed ones have none
     other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     carries_state = other_layers or model._is_stateful  # from one sequence into the next: linear attention
     if model._supports_attention_backend and implementations == ["sdpa"]:
         if longest <= window and not carries_state:
-            implementations.insert(0, "packed")
+            failed = ""
+            implementations.insert(0, "loop")
+            if logits.is_cuda and logits.dtype == torch.bfloat16:
+                implementations.insert(0, "varlen")
     input_ids = text.expand(2, 16)
     mask = torch.ones(2, 16, device=model.device)
     mask[:, 0] = 0
+    limit = 0.3 if logits.dtype == torch.bfloat16 else 1e-4  # nats
     for implementation in implementations:
         model.set_attn_implementation(implementation)
-        logps = token_logps(model, input_ids, mask)
-        difference = logps[:, 1:8] - expected  # (2, 7)
-        limit = 0.1 if logits.dtype == torch.bfloat16 else 1e-4  # nats
-        if not difference.abs().mean() > limit:  # nan is for the evaluation to report
-            return
-    raise ValueError("a token's log-prob depends on later tokens, on noise, or on a factor of the logits")
+        try:
+            logps = token_logps(model, input_ids, mask)
+        except RuntimeError as error:  # a kernel lacks the model's head size
+            failed += f"; {implementation}: {error}"
+            continue
+        difference = (logps[:, 1:8] - expected).abs().mean()  # of (2, 7)
+        if not difference > limit:  # nan is for the evaluation to report
+            return implementation + failed
+        failed += f"; {implementation}: {difference:.4f} nats off"
+    raise ValueError(f"a log-prob depends on later tokens, on noise, or on a factor of the logits{failed}")
 
 
 def pack(input_ids, selected) -> tuple:
@@ -396,8 +426,8 @@ def pack(input_ids, selected) -> tuple:
     inputs = {
         "input_ids": input_ids[read][None],
         "position_ids": positions[read][None],
-        "lengths": lengths.tolist(),
         "starts": starts.int(),
+        "longest": lengths.max().item(),
     }
     return inputs, predicting[read][None]
 
@@ -431,7 +461,7 @@ def token_logps(
     targets = input_ids[selected]  # (N,)
     block_size = max_logits // max(1, len(targets))
     block_size = max(256, block_size // 256 * 256)  # GPUs like multiples
-    if model.config._attn_implementation == "packed":
+    if model.config._attn_implementation in PACKED:
         inputs, predicting = pack(input_ids, selected)
     else:
         inputs = {"input_ids": input_ids}
@@ -582,6 +612,8 @@ def unchanged_process(device):
 class TransformersEngine:
     """A whole copy of the policy on every rank, for transformers' `generate`."""
 
+    ranks = 1  # that share an engine
+
     def __init__(self, sampler):
         options = dict(dtype=sampler.dtype, trust_remote_code=sampler.trust_remote_code)
         self.model = load_pretrained(AutoModelForCausalLM, sampler.model, **options)
@@ -628,7 +660,7 @@ class TransformersEngine:
 
 
 class VllmEngine:
-    """vLLM in this process, one for each rank. On a GPU it sleeps while the policy trains, without memory."""
+    """vLLM in this process, for each rank or so many ranks. On a GPU it sleeps while the policy trains."""
 
     def __init__(self, sampler):
         # It logs much, reports its use to its makers, and asks for the rank without torchrun too.
@@ -640,6 +672,7 @@ class VllmEngine:
         self.sleeps = sampler.device.type == "cuda"
         if self.sleeps:
             memory = {"gpu_memory_utilization": sampler.vllm_memory, "enable_sleep_mode": True}
+            memory["max_num_batched_tokens"] = 4096  # of a prefill: more would cost cache
         else:
             _custom_ops._supports_onednn = False  # its packed weights would stay the old ones
             memory = {"kv_cache_memory_bytes": 2**30, "enforce_eager": True}
@@ -648,6 +681,7 @@ class VllmEngine:
             dtype=sampler.dtype,
             trust_remote_code=sampler.trust_remote_code,
             max_model_len=sampler.max_length,
+            tensor_parallel_size=sampler.vllm_tensor_parallel,
             skip_tokenizer_init=True,
             load_format="dummy",  # `update` brings the weights
             hf_overrides={"head_dtype": "float32"},  # logits as exact as token_logps'
@@ -658,6 +692,7 @@ class VllmEngine:
         )
         self.llm.llm_engine.engine_core._finalizer.detach()  # it would destroy our process group
         gc.unfreeze()  # vLLM froze it
+        self.ranks = sampler.vllm_tensor_parallel
         self.batch_size = 1  # it makes its own batches
         self.params = SamplingParams(
             max_tokens=sampler.max_new_tokens,
@@ -719,18 +754,15 @@ class Sampler:
     top_p: float
     batch_size: int  # sequences, for hf
     vllm_memory: float  # share of a GPU's
+    vllm_tensor_parallel: int  # GPUs that share an engine
     trust_remote_code: bool
     reward_model: str = ""  # folder or Hub name of a classifier with one output
 
     def __post_init__(self):
         self.running = None  # the engine, which starts when it is needed first
         if self.reward_model:
-            self.judge = load_reward_model(
-                self.reward_model,
-                self.dtype,
-                self.device,
-                self.trust_remote_code,
-            )
+            self.judge = load_reward_model(self.reward_model, self.dtype, self.trust_remote_code)
+            check_positions(self.judge[0].config, self.max_length, 0, 0)
 
     @torch.no_grad()
     def sample(self, policy, prompts: list[Example], count: int, seed: tuple):
@@ -765,7 +797,10 @@ class Sampler:
             reported.append(logps)
         difference = self.check_engine(policy, samples[:CHECKED], reported[:CHECKED])
         if self.reward_model:
-            rewards = reward_scores(*self.judge, samples).tolist()
+            model, tokenizer = self.judge
+            model.to(self.device)
+            rewards = reward_scores(model, tokenizer, samples).tolist()
+            model.to("cpu")  # while the policy trains
             for i, reward in enumerate(rewards):
                 samples[i] = samples[i]._replace(reward=reward)
 
@@ -781,21 +816,22 @@ class Sampler:
 
         A batch of prompts has its own random seed, so that samples do not depend on the number of ranks.
         """
-        rank = dist.get_rank()
-        world = dist.get_world_size()
+        engine = dist.get_rank() // self.running.ranks
+        engines = dist.get_world_size() // self.running.ranks
         size = self.running.batch_size
         batches = []  # (prompts, random seed)
         for first in range(0, len(prompts), size):
             sequence = np.random.SeedSequence((*seed, first))
             batch_seed = int(sequence.generate_state(1)[0])
             batches.append((prompts[first : first + size], batch_seed))
-        own = self.running.generate(batches[rank::world])
-        of_ranks = [None] * world
+        own = self.running.generate(batches[engine::engines])
+        of_ranks = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, own)
+        of_engines = of_ranks[:: self.running.ranks]  # all ranks of one have the same
 
         outputs = []
         for i in range(len(batches)):
-            for ids, logps in of_ranks[i % world][i // world]:
+            for ids, logps in of_engines[i % engines][i // engines]:
                 ends = [place for place, token in enumerate(ids, 1) if token in self.eos_ids]
                 end = min(ends, default=len(ids))  # behind it stands padding
                 outputs.append((ids[:end], logps))
@@ -814,8 +850,8 @@ class Sampler:
 
 
 # === Rewards ===
-def load_reward_model(name: str, dtype, device, trust_remote_code: bool = False):
-    """A classifier with one output, and its tokenizer."""
+def load_reward_model(name: str, dtype, trust_remote_code: bool = False):
+    """A classifier with one output, on the CPU, and its tokenizer."""
     model = load_pretrained(
         AutoModelForSequenceClassification,
         name,
@@ -830,7 +866,7 @@ def load_reward_model(name: str, dtype, device, trust_remote_code: bool = False)
         trust_remote_code=trust_remote_code,
         mistral_format=False,
     )
-    return model.to(device).eval(), tokenizer
+    return model.eval(), tokenizer
 
 
 def reward_input(tokenizer, sample: Example) -> str:

@@ -24,7 +24,7 @@ def load(folder: str, dtype: str):
 @torch.no_grad()
 def logits(model, input_ids):
     options = {}
-    if model.config._attn_implementation == "packed":
+    if model.config._attn_implementation in utils.PACKED:
         options["lengths"] = [input_ids.shape[1]]  # every row is one sequence
     return model(input_ids, **options).logits
 
@@ -38,7 +38,7 @@ def compare(folder: str) -> None:
     policy, reference = load(folder, "float32")
     input_ids = torch.randint(0, plain.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
     assert {p.dtype for p in [*policy.parameters(), *reference.parameters()]} == {torch.float32}
-    assert policy.training and not reference.training
+    assert not policy.training and not reference.training
     assert not any(p.requires_grad for p in reference.parameters())
     for factor in (1.0, 1.25):
         for parameter in plain.parameters():
@@ -48,13 +48,12 @@ def compare(folder: str) -> None:
         if factor > 1:
             script.sync_reference(reference, policy)
         wanted = plain(input_ids).logits
-        assert torch.equal(logits(policy.eval(), input_ids), wanted), f"policy {folder} {factor}"
+        assert torch.equal(logits(policy, input_ids), wanted), f"policy {folder} {factor}"
         assert torch.equal(logits(reference, input_ids), wanted), f"reference {folder} {factor}"
-        policy.train()
     half, reference = load(folder, "bfloat16")
     assert {p.dtype for p in half.parameters()} == {torch.float32}
     assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
-    assert torch.equal(logits(half.eval(), input_ids), logits(reference, input_ids))
+    assert torch.equal(logits(half, input_ids), logits(reference, input_ids))
 
 
 def memory(folder: str) -> None:

@@ -175,7 +175,7 @@ def test_every_number_has_a_range(script, capsys):
     args = script.Args(model="any", dataset="any")
     for field in fields(args):
         wrong = [0, 1, float("nan")] if field.name == "log_epsilon_P" else [-1, float("nan")]
-        wrong += [0] * (field.name in run.LEAST)
+        wrong += [0] * (field.name in run.LEAST) + [1.5] * (field.name in run.MOST)
         for value in wrong * (field.type in (int, float)):
             with pytest.raises(SystemExit):
                 run.check_flags(replace(args, **{field.name: value}), 4)
@@ -192,7 +192,8 @@ def test_flags_that_cannot_be_are_named(refused, message, script, good, monkeypa
     assert stop.value.code and "--lerning-rate" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "4")
     for batch, size in ((10, 0), (2, 0), (8, 3), (8, 8)):
-        told = f"4 ranks must be a multiple of --shard-size, and a batch of {batch} of them"
+        told = "4 ranks must be a multiple of --shard-size and --vllm-tensor-parallel, and a "
+        told += f"batch of {batch} of them"
         assert refused("--batch-size", batch, "--shard-size", size) == told
     for size in (0, 1, 2, 4):
         run.check_flags(script.Args(dataset="any", shard_size=size), 8)
@@ -227,6 +228,27 @@ def test_a_reward_model_with_several_outputs_is_named(refused, tmp_path):
     assert f"--reward-model {judge}" in told and "3 outputs" in told
 
 
+def test_a_reward_model_with_too_few_positions_is_named(refused, tmp_path):
+    judge = tmp_path / "judge"
+    config = AutoConfig.for_model(
+        "gpt2", vocab_size=101, n_embd=8, n_head=2, n_layer=1, n_positions=20, num_labels=1
+    )
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(judge)
+    AutoTokenizer.from_pretrained(TOY / "reward_model").save_pretrained(judge)
+    told = refused(
+        "--model", TOY / "policy", "--reward-model", judge, "--max-prompt-length", 12, "--max-new-tokens", 9
+    )
+    assert told.startswith(f"--reward-model {judge}: ValueError: 21 tokens, and it has 20 positions")
+
+
+def test_half_a_character_is_told_with_its_line(refused, good, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        good.read_text().splitlines()[0] + '\n{"prompt": "a \\ud83d", "chosen": "b", "rejected": "c"}\n'
+    )
+    assert f"{rows}, line 2: UnicodeEncodeError: " in refused("--dataset", rows)
+
+
 def test_a_tokenizer_without_an_end_of_turn_names_the_flag(refused, tmp_path):
     assert "--eos-token" in refused("--eos-token", "<|absent|>")
     tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
@@ -258,7 +280,7 @@ def test_a_chat_template_that_cannot_render_is_told_with_the_row(refused, good, 
 def test_resume_where_there_is_no_run_is_refused_and_leaves_no_trace(message, tmp_path, good):
     for folder in (tmp_path / "absent", good):
         assert message("--resume", folder).startswith(f"--resume {folder}: ")
-    for text in (None, "", "{", "[]", "null", '{"no_such_flag": 1}', '{"script": "dpo_humanline", "lr": 1}'):
+    for text in (None, "", "{", "[]", "null", '{"no_such_flag": 1}'):
         if text is not None:
             (tmp_path / "args.json").write_text(text)
         before = contents(tmp_path)

@@ -177,9 +177,11 @@ def test_file_kinds_give_the_same_pairs_and_blank_lines_none(load, tmp_path, nam
 
 
 @pytest.mark.parametrize("script", [dpo_humanline, kto_humanline, grpo_humanline])
-@pytest.mark.parametrize("column", ["input", "system", "history", "context", "images"])
+@pytest.mark.parametrize(
+    "column", ["input", "system", "system_prompt", "history", "context", "documents", "images", "tools"]
+)
 def test_a_column_that_would_be_ignored_ends_the_run_with_its_name(load, script, column):
-    value = "You are a pirate." if column in ("input", "system", "context") else [["Hi", "Yes?"]]
+    value = [["Hi", "Yes?"]] if column in ("history", "images", "tools") else "You are a pirate."
     groups, told = load([PAIR, PAIR | {column: value}], script=script)
     assert groups == [] and re.search(f"line 2: .*column '{column}' would be ignored", told)
     assert len(load([PAIR | {column: empty} for empty in (None, "", [])], script=script)[0]) == 3
@@ -222,6 +224,10 @@ def test_every_end_of_turn_of_the_model_is_known(tmp_path):
     tokenizer, eos_ids = utils.load_tokenizer(str(tmp_path / "model"), eos_token="rose")
     assert eos_ids == {1, 7, tokenizer.convert_tokens_to_ids("rose")}
     assert utils.load_tokenizer(str(TOY / "policy"))[1] == {5}
+    (tmp_path / "model" / "generation_config.json").unlink()
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"eos_token_id": [6, 7]}))
+    assert utils.load_tokenizer(str(tmp_path / "model"))[1] == {5, 6, 7}
 
 
 # --- what is left out ---

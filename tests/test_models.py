@@ -94,7 +94,7 @@ def test_a_factor_of_the_logits_is_refused_by_name_in_bf16_too(tmp_path, kind):
 
 
 def test_a_reward_model_that_does_not_know_the_words_says_so(one_rank):
-    judge = utils.load_reward_model(str(TOY / "reward_model"), torch.float32, torch.device("cpu"))
+    judge = utils.load_reward_model(str(TOY / "reward_model"), torch.float32)
     sample = utils.Example("what is that", [1], text="nothing that a bouquet has", finished=False)
     with pytest.raises(ValueError, match="--reward-model: most tokens of a sample are unknown"):
         utils.reward_scores(*judge, [sample])

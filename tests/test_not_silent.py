@@ -4,7 +4,8 @@ import pytest
 import torch
 from conftest import PAIRS, TOY
 from test_token_logps import EXAMPLES, full_logps
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Phi3Config
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Phi3Config, PreTrainedTokenizerFast
 
 import utils
 from utils import CannotTrain
@@ -131,7 +132,7 @@ def test_a_model_that_cannot_be_packed_is_not():
         if name.endswith(".A"):
             parameter.data.normal_()
     utils.choose_attention(model, 32)
-    assert model.config._attn_implementation != "packed"
+    assert model.config._attn_implementation not in utils.PACKED
     together = utils.token_logps(model, *utils.pad_batch(EXAMPLES, "cpu"))
     for row, example in zip(together, EXAMPLES):
         alone = full_logps(model, *utils.pad_batch([example], "cpu"))[0]
@@ -150,3 +151,22 @@ def test_a_model_whose_log_probs_are_not_its_own_is_refused(name, settings):
     model = build(name, **settings).train()
     with pytest.raises(ValueError, match="depends on later tokens, on noise|logits have a factor"):
         utils.choose_attention(model, 32)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_token_that_the_head_does_not_have_is_nan(bias):
+    hidden, weight = torch.randn(3, 4), torch.randn(600, 4)
+    targets = torch.tensor([599, 600, 7])
+    logps = utils.HeadLogps.apply(
+        hidden, targets, weight, weight[:, 0] if bias else None, 256, None, 1.0, True
+    )
+    assert logps.isnan().tolist() == [False, True, False]
+
+
+def test_a_text_that_the_tokenizer_drops_cannot_train():
+    raw = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate("abc|")}, merges=[]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="|")
+    assert utils.encode(tokenizer, {3}, "ab", "ca")[1] == [2, 0, 3]
+    for dropped in ("日本", ""):
+        with pytest.raises(CannotTrain, match="drops its text"):
+            utils.encode(tokenizer, {3}, "ab", dropped)

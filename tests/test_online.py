@@ -160,7 +160,7 @@ def test_a_real_model_and_real_prompts_go_through_a_round(tmp_path):
 
 def test_reward_scores_render_the_conversation_and_read_the_last_token(one_rank):
     """Against one forward pass per conversation. Unfinished completions have no end of turn."""
-    model, tokenizer = load_reward_model(str(TOY / "reward_model"), torch.float32, "cpu")
+    model, tokenizer = load_reward_model(str(TOY / "reward_model"), torch.float32)
     samples = [
         Example("for king", [], text="rose lily", finished=True),
         Example("for queen", [], text="fern", finished=False),
@@ -183,8 +183,20 @@ def test_the_score_of_a_reward_model_with_its_own_code_is_used(one_rank):
     class Output:
         logits, score = torch.zeros(2, 19), torch.tensor([0.25, -1.0])
 
-    model, tokenizer = load_reward_model(str(TOY / "reward_model"), torch.float32, "cpu")
+    model, tokenizer = load_reward_model(str(TOY / "reward_model"), torch.float32)
     model.forward = lambda **inputs: Output
     samples = [Example("for king", [], text="rose"), Example("for boy", [], text="iris")]
     scores = reward_scores(model, tokenizer, samples)
     assert sorted(scores.tolist()) == [-1, 0.25]
+
+
+# --- engines that several ranks share ---
+
+
+def test_ranks_that_share_an_engine_sample_what_single_ranks_do(run, tmp_path):
+    """Four ranks, two engines of two ranks each: no prompt is lost or drawn twice."""
+    run_ranks(4, [[*RUN, "--output-dir", str(tmp_path / "shared")]], "sharing_worker.py")
+    for one, four in zip(metrics(run, True), metrics(tmp_path / "shared", True), strict=True):
+        for key in one:
+            if key.startswith("rollout/") and "logp_diff" not in key:
+                assert four[key] == pytest.approx(one[key], rel=1e-9, abs=1e-9), (key, one["step"])

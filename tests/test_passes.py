@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import SCRIPTS
+from conftest import SCRIPTS, run_ranks
 from test_token_logps import EXAMPLES, full_logps
 from transformers import AutoConfig, AutoModelForCausalLM
 from worker import run_here
 
 import utils
-from utils import choose_attention, make_micro_batches, pad_batch, token_logps
+from utils import PACKED, choose_attention, make_micro_batches, pad_batch, token_logps
 
 LONGEST = 48  # tokens of a sequence
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -106,7 +106,7 @@ def test_packed_values_and_gradients_are_those_of_each_sequence_alone(name, chec
     wanted = torch.autograd.grad((expected * weights).sum(), model.parameters())
 
     choose_attention(model, LONGEST)
-    assert model.config._attn_implementation == "packed"
+    assert model.config._attn_implementation in PACKED
     if checkpointing:
         model.train().gradient_checkpointing_enable({"use_reentrant": False})
     positions = []
@@ -132,7 +132,7 @@ def test_other_models_stay_padded(what):
     model = build(*PADDED[what])
     before = model.config._attn_implementation
     choose_attention(model, LONGEST)
-    assert model.config._attn_implementation == before != "packed"
+    assert model.config._attn_implementation == before and before not in PACKED
 
 
 def test_gemma_2_stays_padded_and_eager(tmp_path):
@@ -156,7 +156,7 @@ def test_neither_model_computes_padding(script, tmp_path, monkeypatch):
     def load_models(*arguments):
         models = load(*arguments)
         for who, model in zip(read, models):
-            assert model.config._attn_implementation == "packed"
+            assert model.config._attn_implementation in PACKED
             count_positions(model, read[who].append)
         return models
 
@@ -169,3 +169,8 @@ def test_neither_model_computes_padding(script, tmp_path, monkeypatch):
     flags = ["--eval-dataset", "", "--batch-size", "8", "--checkpoint-every", "0", "--num-steps", "2"]
     run_here(module, *flags, "--micro-batch-tokens", "60", "--output-dir", tmp_path / "run")
     assert len(needed) > 4 and read["policy"] == read["reference"] == needed
+
+
+def test_copies_of_the_policy_need_one_sum_a_step():
+    """On CUDA shards are summed in every pass, the copies of HSDP in the last one: the same gradient."""
+    run_ranks(4, [["--shard-size", "2"]], "hsdp_worker.py")

@@ -2,13 +2,15 @@
 
 import importlib
 import json
+import math
 import re
+import shutil
 from dataclasses import asdict
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import PAIRS, ROOT, SCRIPTS, TOY, metrics, parse_args
+from conftest import PAIRS, ROOT, SCRIPTS, TOY, metrics, parse_args, run_ranks
 from worker import run_here
 
 PAPER = {  # Tables 1 to 3, offline + humanline
@@ -90,3 +92,33 @@ def test_ipo_is_an_edit_of_one_line():
     log_ratio, mask = torch.tensor([[0.5, 0.25], [-0.25, 1.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
     loss, _ = scope["dpo_loss"](log_ratio, mask, 0.1)
     assert loss.item() == pytest.approx((0.75 + 0.25 - 5) ** 2)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_the_learning_rate_follows_its_schedule(schedule, tmp_path):
+
+    flags = [
+        "--dataset",
+        PAIRS,
+        "--eval-samples",
+        "0",
+        "--batch-size",
+        "8",
+        "--num-steps",
+        "10",
+        "--lr",
+        "1e-4",
+    ]
+    flags += ["--warmup-fraction", "0.2", "--checkpoint-every", "6", "--lr-schedule", schedule]
+    run_ranks(1, [[*flags, "--output-dir", str(tmp_path / "run")]])
+    rates = [line["lr"] / 1e-4 for line in metrics(tmp_path / "run")]
+    left = [8 / 8, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0]  # of the steps behind the warmup
+    behind = {
+        "constant": [1.0] * 9,
+        "linear": left,
+        "cosine": [0.5 + 0.5 * math.cos(math.pi * (1 - share)) for share in left],
+    }
+    assert rates == pytest.approx([0.5, *behind[schedule]], abs=1e-9)
+    shutil.rmtree(tmp_path / "run/checkpoints/step-10")
+    run_ranks(1, [["--resume", str(tmp_path / "run")]])
+    assert [line["lr"] / 1e-4 for line in metrics(tmp_path / "run")] == rates

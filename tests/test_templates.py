@@ -103,7 +103,7 @@ def test_an_end_that_the_tokenizer_adds_does_not_end_the_prompt():
 # "end", "<" and "|" stand in the end of the turn too.
 @pytest.mark.parametrize("completion", ["rose iris", "end", "<", "|"])
 def test_an_unfinished_message_is_scored_without_the_end_of_its_turn(one_rank, completion):
-    model, tokenizer = utils.load_reward_model(str(TOY / "reward_model"), torch.float32, torch.device("cpu"))
+    model, tokenizer = utils.load_reward_model(str(TOY / "reward_model"), torch.float32)
     seen, forward = [], model.forward
     model.forward = lambda input_ids, **how: seen.append(input_ids) or forward(input_ids=input_ids, **how)
     for finished in (True, False):

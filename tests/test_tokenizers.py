@@ -190,7 +190,7 @@ def test_a_reward_model_reads_a_sample_with_the_space_that_the_data_has(monkeypa
     tokenizer = AutoTokenizer.from_pretrained(STORIES) if kind == "stories" else load(kind)
     monkeypatch.setattr(tokenizer, "chat_template", None)
     prompt = "Once upon a time,"
-    for text in (" there was a girl.\nHer name was Zoë.", "\nthere was", " (a girl) ", "!", ""):
+    for text in (" there was a girl.\nHer name was Zoë.", "\nthere was", " (a girl) ", "!"):
         prompt_ids, ids = utils.encode(tokenizer, {2}, prompt, text)
         example = Example(prompt, prompt_ids)
         sampled = utils.decode_completion(tokenizer, example, ids)

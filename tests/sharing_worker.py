@@ -1,0 +1,25 @@
+"""worker.py with engines that two ranks share, as vLLM's do under --vllm-tensor-parallel 2."""
+
+import runpy
+from pathlib import Path
+
+import torch.distributed as dist
+
+import utils
+
+generate = utils.TransformersEngine.generate
+
+
+def generate_alike(self, batches):
+    """Both ranks of an engine must have been given the same batches."""
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, batches)
+    rank = dist.get_rank()
+    assert of_ranks[rank] == of_ranks[rank - rank % 2] and of_ranks[0] != of_ranks[2]
+    return generate(self, batches)
+
+
+if __name__ == "__main__":
+    utils.TransformersEngine.ranks = 2
+    utils.TransformersEngine.generate = generate_alike
+    runpy.run_path(str(Path(__file__).with_name("worker.py")), run_name="__main__")
