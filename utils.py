@@ -273,6 +273,7 @@ class HeadLogps(torch.autograd.Function):
     def backward(ctx, d_logps):
         hidden, targets, weight, bias, L = ctx.saved_tensors
         block_size, softcap, temperature = ctx.settings
+        # d_z below is the gradient in head(hidden); of it z has slope / temperature.
         d_logps = d_logps[:, None] / temperature  # (N, 1)
         d_hidden = torch.zeros_like(hidden, dtype=L.dtype)
         d_weight = torch.empty_like(weight)
@@ -317,7 +318,7 @@ def loop_attention(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward  # it takes half a second
 
-    if starts is None:  # the model was not called by `token_logps`
+    if starts is None:  # not called by `token_logps`: without a mask, so padding may stand on the right alone
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     lengths = starts.diff().tolist()
     queries = query.split(lengths, dim=2)
@@ -366,15 +367,16 @@ def choose_attention(model, longest: int) -> str:
     """Lets `token_logps` leave out padding, if a trial shows that this changes nothing.
 
     The trial is two equal sequences of 16 tokens: the log-probs of the first 8 must be those of the model's
-    own logits of 8 tokens alone. It is made without padding, then with it. Returns the attention chosen, and
-    why none before it was. Raises ValueError if all fail.
+    own logits of 8 tokens alone. It is made with the attentions that need no padding, then with the model's
+    own. Returns the attention chosen, and why none before it was. Raises ValueError if all fail.
 
     longest: tokens of a sequence in training.
     """
     for name, function in PACKED.items():
         transformers.AttentionInterface.register(name, function)  # here: it takes a second
     config = model.config.get_text_config()
-    for factor in ("logits_scaling", "logit_scale", "lm_head_multiplier"):  # bf16 would hide it
+    # The model would apply a factor to the log-probs. In bf16 the trial's limit may be too wide to show that.
+    for factor in ("logits_scaling", "logit_scale", "lm_head_multiplier"):
         if getattr(config, factor, None) not in (None, 1):
             raise ValueError(f"its logits have a factor, {factor}, which `token_logps` leaves out")
     text = torch.arange(1, 17, device=model.device) % config.vocab_size
@@ -384,13 +386,13 @@ def choose_attention(model, longest: int) -> str:
     expected = -F.cross_entropy(predictions, half[1:], reduction="none")  # (7,)
 
     implementations = [model.config._attn_implementation]
-    failed = "; it cannot be packed, by a window, a state or its code"
+    reasons = "; packing is ruled out by a window, a state or the model's code"
     window = getattr(config, "sliding_window", None) or longest  # the packed ones have none
     other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     carries_state = other_layers or model._is_stateful  # from one sequence into the next: linear attention
     if model._supports_attention_backend and implementations == ["sdpa"]:
         if longest <= window and not carries_state:
-            failed = ""
+            reasons = ""
             implementations.insert(0, "loop")
             if logits.is_cuda and logits.dtype == torch.bfloat16:
                 implementations.insert(0, "varlen")
@@ -403,13 +405,13 @@ def choose_attention(model, longest: int) -> str:
         try:
             logps = token_logps(model, input_ids, mask)
         except (RuntimeError, TypeError) as error:  # a kernel lacks the head size, or grouped heads
-            failed += f"; {implementation}: {error}"
+            reasons += f"; {implementation}: {error}"
             continue
         difference = (logps[:, 1:8] - expected).abs().mean()  # of (2, 7)
         if not difference > limit:  # nan is for the evaluation to report
-            return implementation + failed
-        failed += f"; {implementation}: {difference:.4f} nats off"
-    raise ValueError(f"a log-prob depends on later tokens, on noise, or on a factor of the logits{failed}")
+            return implementation + reasons
+        reasons += f"; {implementation}: {difference:.4f} nats off"
+    raise ValueError(f"a log-prob depends on later tokens, on noise, or on a factor of the logits{reasons}")
 
 
 def pack(input_ids, selected) -> tuple:
@@ -419,7 +421,7 @@ def pack(input_ids, selected) -> tuple:
     none, and is left out.
     """
     positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    lengths = (positions * selected).amax(1)  # (B,)
+    lengths = (positions * selected).amax(1)  # (B,), the last selected place: what stands before it is read
     starts = F.pad(lengths.cumsum(0), (1, 0))  # (B + 1,), with the end
     read = positions < lengths[:, None]
     predicting = selected.roll(-1, 1)  # a token is predicted one place before
@@ -545,7 +547,7 @@ def check_positions(config, max_length: int, max_prompt_length: int, max_new_tok
     Learned positions end there. Dynamic and long RoPE change for a whole pass if one sequence in it is longer
     than the original positions. With other RoPE training may go beyond, and the sampler ends samples there.
     """
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {"rope_type": "none"}
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {"rope_type": "none"}  # learned
     positions = max_positions(config)
     longest = max_new_tokens
     kinds = str(rope)  # as text, since some models have one for each type of layer
@@ -691,7 +693,7 @@ class VllmEngine:
             **memory,
         )
         self.llm.llm_engine.engine_core._finalizer.detach()  # it would destroy our process group
-        gc.unfreeze()  # vLLM froze it
+        gc.unfreeze()  # vLLM froze all objects, ours too, which would never be collected
         self.ranks = sampler.vllm_tensor_parallel
         self.batch_size = 1  # it makes its own batches
         self.params = SamplingParams(
@@ -762,7 +764,7 @@ class Sampler:
         self.running = None  # the engine, which starts when it is needed first
         if self.reward_model:
             self.judge = load_reward_model(self.reward_model, self.dtype, self.trust_remote_code)
-            check_positions(self.judge[0].config, self.max_length, 0, 0)
+            check_positions(self.judge[0].config, self.max_length, 0, 0)  # not with ordinary RoPE
 
     @torch.no_grad()
     def sample(self, policy, prompts: list[Example], count: int, seed: tuple):

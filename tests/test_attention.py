@@ -71,7 +71,7 @@ def test_an_attention_that_is_off_is_left_and_all_that_are_off_end_the_run(monke
     monkeypatch.setitem(utils.PACKED, "loop", off)
     assert utils.choose_attention(model, 32).startswith("sdpa; loop: ")
     model = build(*PADDED["a short window"])
-    assert utils.choose_attention(model, 48).startswith("sdpa; it cannot be packed")
+    assert utils.choose_attention(model, 48).startswith("sdpa; packing is ruled out")
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

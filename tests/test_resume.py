@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -184,6 +185,30 @@ def test_a_signal_under_torchrun_lets_the_step_finish_and_says_how_to_go_on(tmp_
     assert 2 <= done < STEPS and (folder / "checkpoints" / f"step-{done}" / "state.json").exists()
     # No traceback but that of torchrun, which ends with its own code.
     assert 'dpo_humanline.py", line' not in errors and process.returncode == 1
+
+
+def test_ranks_that_outlive_torchrun_keep_the_folder_and_can_be_ended(tmp_path):
+    folder, launch = tmp_path / "run", ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [sys.executable, *launch, "--master-port", str(free_port())]
+    command += [ROOT / "dpo_humanline.py", *DPO, "--num-steps", "5000", "--output-dir", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while lines(folder) < 2 and process.poll() is None:
+            time.sleep(0.002)
+        own = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ranks = [int(pid) for pid in own if b"dpo_humanline.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        process.kill()
+    assert len(ranks) == 2
+    done = lines(folder)
+    said = refused(["--resume", str(folder)])
+    assert said.startswith(f"error: {folder} (does another process use it?): Timeout: ")
+    assert lines(folder) > done  # they go on
+    for rank in ranks:
+        os.kill(rank, signal.SIGTERM)
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        time.sleep(0.01)
+    done = lines(folder)
+    run_ranks(1, [["--resume", str(folder), "--num-steps", str(done + 1)]])
+    assert lines(folder) == done + 1
 
 
 def test_no_rank_takes_what_rank_0_writes_for_an_older_run(tmp_path, monkeypatch):
