@@ -4,6 +4,7 @@
     python toy/make.py --out /tmp/toy  # the same bytes, somewhere else
     python toy/make.py --tasks tales --seed 3 --out runs/instances/3  # another judge and data
     python toy/make.py --tasks low_entropy  # tales whose words are mostly known beforehand
+    python toy/make.py --tasks stories  # sentiment on a real language model: toy/stories.py
 
 Each task is a folder of ordinary files: Hugging Face model folders (`policy`, `reward_model`) and gzipped
 JSON lines. Everything is seeded and runs on one torch thread per process, so that a second run writes the
@@ -18,6 +19,7 @@ import math
 import multiprocessing
 import random
 import re
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -408,11 +410,11 @@ def completion_logps(
     return logps.gather(2, batch["input_ids"][:, 1:, None]).squeeze(2), mask
 
 
-def optimize(model, steps: int, warmup: int, loss_at: Callable[[int], torch.Tensor]):
+def optimize(model, steps: int, warmup: int, loss_at: Callable[[int], torch.Tensor], lr: float = 3e-3):
     """Minimize `loss_at(step)` with AdamW, linear warmup and linear decay; returns the model, to evaluate."""
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / warmup) * (1 - step / steps)
+        optimizer.param_groups[0]["lr"] = lr * min(1, (step + 1) / warmup) * (1 - step / steps)
         loss_at(step).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -667,7 +669,13 @@ def make(name: str, out: Path, seed: int) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # sums in another order would change the files
     tasks = {"bouquets": BOUQUETS, "tales": another_instance(seed), "low_entropy": LOW_ENTROPY}
-    report = make_preference_task(tasks[name], folder) if name in tasks else make_shell_game(folder)
+    if name == "stories":
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+        from toy.stories import make_stories  # here, since it imports this file
+
+        report = make_stories(folder, seed)
+    else:
+        report = make_preference_task(tasks[name], folder) if name in tasks else make_shell_game(folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     sizes = [f"{path.stat().st_size:8,} bytes  {path.relative_to(out)}" for path in files]
     return "\n  ".join([f"{name}, made in {time.time() - started:.0f} s", *report, *sizes])
@@ -681,10 +689,10 @@ def main(
 ):
     """Make the toy tasks in `out`, `jobs` of them at a time, and print what they are like.
 
-    seed: another instance of tales than the committed one, 0; it needs --tasks tales and its own --out.
+    seed: another instance of tales or stories than the committed one, 0; it needs its own --out.
     """
-    if seed and (tasks != ("tales",) or out == Path(__file__).parent):
-        raise SystemExit("error: --seed needs --tasks tales, and an --out of its own")
+    if seed and (tasks not in (("tales",), ("stories",)) or out == Path(__file__).parent):
+        raise SystemExit("error: --seed needs --tasks tales or --tasks stories, and an --out of its own")
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         for report in pool.map(make, tasks, itertools.repeat(out), itertools.repeat(seed)):
             print(report, flush=True)

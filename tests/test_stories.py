@@ -1,0 +1,164 @@
+"""toy/stories.py: the judge, what it draws, and the files of toy/stories."""
+
+import gzip
+import json
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT, parse_args
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+import grpo_humanline
+import utils
+from toy import stories
+
+FOLDER = ROOT / "toy" / "stories"
+LENGTHS = ["--max-prompt-length", "32", "--max-length", "96"]
+
+
+def rows_of(name: str) -> list[dict]:
+    with gzip.open(FOLDER / f"{name}.jsonl.gz", "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+@pytest.fixture(scope="module")
+def policy():
+    model = AutoModelForCausalLM.from_pretrained(FOLDER / "policy").eval()
+    return model, AutoTokenizer.from_pretrained(FOLDER / "policy")
+
+
+# --- the judge ---
+
+
+def test_the_judge_is_vaders_mean_over_sentences():
+    happy, sad = (stories.sentiment(text)["compound"] for text in ("She was happy.", "He was sad."))
+    assert (happy, sad) == (0.5719, -0.4767)  # VADER 3.3.2
+    assert stories.judge_story("A prompt that is sad", " She was happy.") == happy
+    assert stories.judge_story("", " She was happy. He was sad.") == pytest.approx((happy + sad) / 2)
+    assert stories.judge_story("", " She was happy.\nIt was a dog. ") == pytest.approx(happy / 2)
+
+
+def test_the_last_sentence_of_an_unfinished_completion_counts_nothing():
+    whole = stories.judge_story("", " She was happy. He was sad.")
+    cut = stories.judge_story("", " She was happy. He was sad", finished=False)
+    assert cut == pytest.approx(0.5719 / 2) and cut > whole
+    assert stories.judge_story("", " She was happy", finished=False) == 0.0
+    assert stories.judge_story("", " She was happy.", finished=False) == 0.0
+
+
+@pytest.mark.parametrize("empty", ["", " ", "\n"])
+def test_an_empty_completion_counts_nothing(empty):
+    assert stories.judge_story("She was happy.", empty) == 0.0
+    assert stories.judge_story("She was happy.", empty, finished=False) == 0.0
+
+
+def test_sentences_end_where_another_one_begins():
+    text = ' and "Hi!" said Tim. "Wow, a dog!" Tom ran... He fell! and cried.'
+    assert stories.sentences(text) == [
+        'and "Hi!" said Tim.',
+        '"Wow, a dog!"',
+        "Tom ran...",
+        "He fell! and cried.",
+    ]
+
+
+def test_distinct_trigrams_are_a_share():
+    assert stories.distinct_trigrams(["a b c", "A b, c.", "a b d"]) == pytest.approx(2 / 3)
+    assert stories.distinct_trigrams(["a b", ""]) == 0.0
+
+
+# --- what is drawn ---
+
+
+def test_a_draw_is_repeatable_and_holds_no_tie_and_nothing_unfinished(policy):
+    model, tokenizer = policy
+    counts = {row["prompt"]: 2 for row in rows_of("prompts_test")[:6]}
+
+    def draw(seed):
+        torch.manual_seed(seed)
+        rng = random.Random(seed)
+        authors = {"cool": (model, 0.7), "hot": (model, 1.3)}
+        answers = stories.draw_answers(authors, tokenizer, rng, counts)
+        return answers, stories.label(rng, answers, 0.2)
+
+    answers, pairs = draw(1)
+    assert draw(1) == (answers, pairs)
+    assert draw(2)[0] != answers
+    assert [pair["prompt"] for pair in pairs] == [prompt for prompt in counts for _ in range(2)]
+    for (prompt, *texts), pair in zip(answers, pairs):
+        assert sorted(texts) == sorted([pair["chosen"], pair["rejected"]])
+        assert abs(pair["score_chosen"] - pair["score_rejected"]) > 0.0099
+        assert pair["score_chosen"] == round(stories.judge_story(prompt, pair["chosen"]), 4)
+
+
+def test_labels_agree_with_the_judge_as_often_as_the_scale_says():
+    gaps = [random.Random(i).gauss(0, 0.4) for i in range(2000)]
+    tau = stories.find_scale(gaps)
+    assert torch.sigmoid(torch.tensor(gaps).abs() / tau).mean() == pytest.approx(0.8, abs=1e-6)
+    answers = [("", " She was happy.", " He was sad.")] * 2000
+    pairs = stories.label(random.Random(0), answers, tau=1.0486)  # the gap: sigmoid(1) are chosen
+    chosen = sum(pair["chosen"] == " She was happy." for pair in pairs) / 2000
+    assert chosen == pytest.approx(torch.sigmoid(torch.tensor(1.0)).item(), abs=0.03)
+
+
+# --- the files ---
+
+
+def test_the_scripts_read_every_row_and_its_tokens_are_its_text(policy):
+    _, tokenizer = policy
+    flags = ["--model", str(FOLDER / "policy"), "--dataset", "x.jsonl", *LENGTHS]
+    args = parse_args(grpo_humanline, flags)
+    tokenizer, eos_ids = utils.load_tokenizer(args.model)
+    assert eos_ids == {2}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for name, count in (("train", 8192), ("tune", 256), ("test", 256)):
+            path = f"{FOLDER}/preferences_{name}.jsonl.gz"
+            groups = grpo_humanline.load_groups(args, tokenizer, eos_ids, path, "")
+            rows = rows_of(f"preferences_{name}")
+            assert len(groups) == len(rows) == count
+            for group, row in zip(groups, rows):
+                for example, side in zip(group, ("chosen", "rejected")):
+                    assert example.completion_ids[-1] == 2 and 2 not in example.completion_ids[:-1]
+                    assert len(example.prompt_ids) <= 25 and example.prompt_ids[0] == 1
+                    text = utils.decode_completion(tokenizer, example, example.completion_ids)
+                    assert text == row[side]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_splits_share_no_prompt_and_the_committed_scores_are_the_judges():
+    prompts = {
+        name: {row["prompt"] for row in rows_of(f"prompts_{name}")} for name in ("train", "tune", "test")
+    }
+    assert {name: len(texts) for name, texts in prompts.items()} == {"train": 1024, "tune": 256, "test": 256}
+    assert len(set.union(*prompts.values())) == 1536
+    for name, texts in prompts.items():
+        rows = rows_of(f"preferences_{name}")
+        assert {row["prompt"] for row in rows} == texts
+        for row in rows[:256]:
+            for side in ("chosen", "rejected"):
+                assert row[f"score_{side}"] == round(stories.judge_story(row["prompt"], row[side]), 4)
+    rows = rows_of("preferences_train")
+    assert not any(row["score_chosen"] == row["score_rejected"] for row in rows)
+    agree = sum(row["score_chosen"] > row["score_rejected"] for row in rows) / len(rows)
+    assert agree == pytest.approx(0.8, abs=0.02)
+
+
+def test_the_reward_model_reads_the_sentiment_of_held_out_pairs(policy):
+    _, tokenizer = policy
+    model = AutoModelForSequenceClassification.from_pretrained(FOLDER / "reward_model", dtype=torch.float32)
+    rows = rows_of("preferences_test")
+    with torch.inference_mode():
+        chosen, rejected = (
+            stories.rate(model, tokenizer, [(row["prompt"], row[side], True) for row in rows])
+            for side in ("chosen", "rejected")
+        )
+    right = (chosen > rejected) == torch.tensor([row["score_chosen"] > row["score_rejected"] for row in rows])
+    assert right.float().mean() > 0.7
+
+
+def test_the_folder_is_at_most_three_megabytes():
+    assert sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) < 3e6

@@ -1,0 +1,338 @@
+"""The stories task: controlled sentiment on a real language model, as in the DPO paper's section 6.1.
+
+    python toy/make.py --tasks stories  # writes toy/stories; see toy/README.md
+
+The base, `toy/stories/base`, is karpathy's stories260K. A prompt is the beginning of one of its stories, a
+completion goes on with it, and the judge is a measure that others defined: VADER's sentiment. A row is a
+(prompt, completion, finished) of texts; a completion that goes on begins with a space.
+"""
+
+import copy
+import math
+import random
+import re
+from pathlib import Path
+from statistics import fmean
+
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+from toy.make import optimize, save, write_rows
+
+BASE = Path(__file__).parent / "stories" / "base"
+NEW_TOKENS = 48  # of a completion, its </s> included
+SPLITS = {"train": (1024, 8), "tune": (256, 1), "test": (256, 1)}  # prompts, pairs of each
+AGREEMENT = 0.8  # of labels with the judge, expected
+LEAST_GAP = 0.01  # between a pair's scores, as in the other toys: the label of a tie would be a coin's
+ANIMALS = (
+    "cat|dog|bird|bear|bunny|rabbit|frog|fish|duck|mouse|lion|fox|cow|pig|horse|sheep|kitty|puppy|animal"
+)
+SENTENCE_END = r'[.!?]"?(?=\s|$)'
+
+sentiment = SentimentIntensityAnalyzer().polarity_scores
+
+# --- judge ---
+
+
+def sentences(text: str) -> list[str]:
+    """Parts that end with .!? and begin with a capital or a quotation mark: `"Hi!" said Tim.` is one."""
+    parts = re.split(r'(?:(?<=[.!?])|(?<=[.!?]"))\s+(?=["A-Z])', text.strip())
+    return [part for part in parts if part]
+
+
+def judge_story(prompt: str, completion: str, finished: bool = True) -> float:
+    """Score a completion: the mean of VADER's compound score in [-1, 1] over its sentences.
+
+    The last sentence of an unfinished one counts 0, and so does an empty completion. The prompt is not read.
+    """
+    values = [sentiment(sentence)["compound"] for sentence in sentences(completion)]
+    if values and not finished:
+        values[-1] = 0.0
+    return fmean(values or [0.0])
+
+
+def distinct_trigrams(texts: list[str]) -> float:
+    """Share of the texts' word trigrams that are different ones."""
+    trigrams = []
+    for text in texts:
+        words = re.findall(r"[a-z']+", text.lower())
+        trigrams += zip(words, words[1:], words[2:])
+    return len(set(trigrams)) / max(1, len(trigrams))
+
+
+# --- texts ---
+
+
+@torch.inference_mode()
+def sample(model, tokenizer, prompts: list[str], max_new_tokens=NEW_TOKENS, temperature=1.0, top_p=1.0):
+    """A row for each prompt. Special tokens but the last </s> stay in the text."""
+    rows = [None] * len(prompts)
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # for less padding
+    how = {"temperature": temperature, "top_p": top_p, "top_k": 0, "max_new_tokens": max_new_tokens}
+    for start in range(0, len(order), 1024):
+        chunk = order[start : start + 1024]
+        batch = tokenizer([prompts[i] for i in chunk], padding=True, padding_side="left", return_tensors="pt")
+        ids = model.generate(**batch, do_sample=True, **how)[:, batch["input_ids"].shape[1] :]
+        for i, row in zip(chunk, ids.tolist()):
+            finished = tokenizer.eos_token_id in row
+            row = row[: row.index(tokenizer.eos_token_id)] if finished else row
+            rows[i] = (prompts[i], tokenizer.decode(row), finished)
+    return rows
+
+
+def encode(tokenizer, rows: list[tuple]):
+    """Token ids and attention mask of the rows' texts, both (B, T); </s> ends a finished one."""
+    texts = [prompt + completion + tokenizer.eos_token * finished for prompt, completion, finished in rows]
+    return tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+
+
+def completion_logps(model, tokenizer, rows: list[tuple]):
+    """log p of each next token, (B, T - 1), and the mask of the completion's, </s> included."""
+    batch = encode(tokenizer, rows)
+    logps = model(**batch).logits[:, :-1].log_softmax(-1)  # (B, T - 1, V)
+    mask = batch["attention_mask"][:, 1:].float()
+    for i, (prompt, *_) in enumerate(rows):
+        mask[i, : len(tokenizer(prompt).input_ids) - 1] = 0
+    return logps.gather(2, batch["input_ids"][:, 1:, None]).squeeze(2), mask
+
+
+def cut_prompt(tokenizer, rng: random.Random, story: str) -> str:
+    """The first 5 to 12 words of a story, at most 24 tokens; empty if that would end a sentence, or more."""
+    words = story.split(" ")
+    length = rng.randint(5, 12)
+    prompt = " ".join(words[:length])
+    plain = length < len(words) and re.fullmatch(r"[A-Za-z', .!?]*[A-Za-z,]", prompt)
+    return prompt if plain and len(tokenizer(prompt).input_ids) <= 25 else ""
+
+
+def cut_completion(tokenizer, prompt: str, story: str) -> str:
+    """What follows the prompt, up to the last sentence end that leaves room for </s>; empty if there is none.
+
+    At least 8 tokens. A story with special tokens in it is several, or broken.
+    """
+    rest = story[len(prompt) :]
+    start = len(tokenizer(prompt).input_ids)
+    for end in reversed([match.end() for match in re.finditer(SENTENCE_END, rest)]):
+        length = len(tokenizer(prompt + rest[:end]).input_ids) - start
+        if length < NEW_TOKENS:
+            return rest[:end] if length >= 8 and "<" not in rest[:end] else ""
+    return ""
+
+
+# --- models ---
+
+
+def load_base():
+    """stories260K, in fp32, and its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(BASE)
+
+
+def finetune(model, tokenizer, rng: random.Random, rows: list[tuple], steps: int, lr: float):
+    """A copy of the model, fine-tuned on completions in batches of 64."""
+    model = copy.deepcopy(model)
+
+    def loss_at(step: int) -> torch.Tensor:
+        logps, mask = completion_logps(model, tokenizer, rng.choices(rows, k=64))
+        return -(logps * mask).sum() / mask.sum()
+
+    return optimize(model, steps, steps // 10 + 1, loss_at, lr)
+
+
+def train_authors(policy, tokenizer, rng: random.Random, rows: list[tuple]) -> dict[str, tuple]:
+    """{name: (model, temperature)} of those who write the pairs: none is the policy as it is trained.
+
+    Three are fine-tuned on a part of the stories each, no part more than eight times; one is the policy at
+    temperature 1.3.
+    """
+    words_a_sentence = [len(text.split()) / len(sentences(text)) for _, text, _ in rows]
+    long = sorted(words_a_sentence)[len(rows) * 6 // 10]
+    parts = {"dialogue": [], "animals": [], "long": []}
+    for row, words in zip(rows, words_a_sentence):
+        if '"' in row[1]:
+            parts["dialogue"].append(row)
+        elif re.search(rf"\b({ANIMALS})s?\b", row[1]):
+            parts["animals"].append(row)
+        elif words > long:
+            parts["long"].append(row)
+    authors = {"hot": (policy, 1.3)}
+    for name, part in parts.items():
+        authors[name] = finetune(policy, tokenizer, rng, part, min(60, len(part) // 8), 1e-3), 1.0
+    return authors
+
+
+def rate(reward_model, tokenizer, rows: list[tuple]) -> torch.Tensor:
+    """The reward model's score of each row, (B,)."""
+    return reward_model(**encode(tokenizer, rows)).logits.squeeze(1)
+
+
+def train_reward_model(reward_model, tokenizer, rng: random.Random, pairs: list[dict]):
+    """Bradley-Terry on the pairs' labels alone, twice over: it never sees the judge."""
+    order = [pair for _ in range(2) for pair in rng.sample(pairs, len(pairs))]
+
+    def loss_at(step: int) -> torch.Tensor:
+        batch = order[64 * step : 64 * step + 64]
+        rows = [(pair["prompt"], pair[side], True) for side in ("chosen", "rejected") for pair in batch]
+        chosen, rejected = rate(reward_model, tokenizer, rows).chunk(2)
+        return -F.logsigmoid(chosen - rejected).mean()
+
+    steps = len(order) // 64
+    return optimize(reward_model, steps, steps // 10 + 1, loss_at, 1e-3)
+
+
+# --- pairs ---
+
+
+def draw_answers(authors, tokenizer, rng: random.Random, counts: dict[str, int]) -> list[tuple]:
+    """(prompt, completion, completion) by two different authors, as many of each prompt as `counts` says.
+
+    A pair is drawn again if one of them did not stop (a row of text cannot tell it), says nothing or is not
+    what the tokenizer makes of its text, or if the judge hardly tells them apart.
+    """
+
+    def is_usable(prompt: str, text: str, finished: bool) -> bool:
+        prompt_ids, ids = tokenizer([prompt, prompt + text]).input_ids
+        survives = tokenizer.decode(ids, skip_special_tokens=True) == " " + prompt + text
+        broken = "\ufffd" in text or ids[: len(prompt_ids)] != prompt_ids  # half a letter; a token spans both
+        return bool(finished and survives and not broken and text.strip())
+
+    found = {prompt: [] for prompt in counts}
+    while wanted := [prompt for prompt, n in counts.items() for _ in range(n - len(found[prompt]))]:
+        writers = [rng.sample(list(authors), 2) for _ in wanted]
+        drawn = [[None, None] for _ in wanted]
+        for name, (model, temperature) in authors.items():
+            slots = [(i, side) for i, two in enumerate(writers) for side in (0, 1) if two[side] == name]
+            rows = sample(model, tokenizer, [wanted[i] for i, _ in slots], temperature=temperature)
+            for (i, side), row in zip(slots, rows):
+                drawn[i][side] = row
+        for two in drawn:
+            (prompt, a, _), (_, b, _) = two
+            gap = abs(judge_story(prompt, a) - judge_story(prompt, b))
+            if gap >= LEAST_GAP and all(is_usable(*row) for row in two):
+                found[prompt].append((prompt, a, b))
+    return [answers for of_prompt in found.values() for answers in of_prompt]
+
+
+def find_scale(gaps: list[float]) -> float:
+    """The τ at which sigmoid(gap / τ) is 0.8 on average, by bisection on log τ."""
+    low, high = 1e-3, 10.0
+    gaps = torch.tensor(gaps).double().abs()
+    for _ in range(60):
+        tau = math.sqrt(low * high)
+        low, high = (tau, high) if (gaps / tau).sigmoid().mean() > AGREEMENT else (low, tau)
+    return tau
+
+
+def label(rng: random.Random, answers: list[tuple], tau: float) -> list[dict]:
+    """Bradley-Terry: the first completion is chosen with probability sigmoid((judge - judge') / τ)."""
+    pairs = []
+    for prompt, *texts in answers:
+        scores = [judge_story(prompt, text) for text in texts]
+        first = rng.random() < torch.tensor((scores[0] - scores[1]) / tau).sigmoid().item()
+        pair = {"prompt": prompt}
+        for side, i in (("chosen", int(not first)), ("rejected", int(first))):
+            pair |= {side: texts[i], f"score_{side}": round(scores[i], 4)}
+        pairs.append(pair)
+    return pairs
+
+
+# --- the task ---
+
+
+def make_stories(folder: Path, seed: int) -> list[str]:
+    """Make stories in `folder`; returns the lines of a report."""
+    transformers.utils.logging.set_verbosity_error()  # a reward model's head is new, as it should be
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    base, tokenizer = load_base()
+
+    # stories of the base to learn from, and others to take prompts from
+    stories = [text.strip() for _, text, _ in sample(base, tokenizer, [""] * 4096, 24 + NEW_TOKENS)]
+    openings = [text.strip() for _, text, _ in sample(base, tokenizer, [""] * 8192, 32)]
+    rows = []
+    for story in stories:
+        prompt = cut_prompt(tokenizer, rng, story)
+        completion = cut_completion(tokenizer, prompt, story) if prompt else ""
+        if completion:
+            rows.append((prompt, completion, True))
+    prompts = [cut_prompt(tokenizer, rng, opening) for opening in openings]
+    prompts = list(dict.fromkeys(filter(None, prompts)))
+    needed = sum(count for count, _ in SPLITS.values())
+    assert len(prompts) >= needed, f"only {len(prompts)} prompts of {needed}"
+    rng.shuffle(prompts)
+
+    # models and pairs
+    policy = finetune(base, tokenizer, rng, rows, 200, 5e-4)  # it stops: the base never does
+    authors = train_authors(policy, tokenizer, rng, rows)
+    prompts_of, answers_of, first = {}, {}, 0
+    for split, (count, each) in SPLITS.items():
+        prompts_of[split] = prompts[first : first + count]
+        first += count
+        counts = dict.fromkeys(prompts_of[split], each)
+        answers_of[split] = draw_answers(authors, tokenizer, rng, counts)
+    gaps = [judge_story(prompt, a) - judge_story(prompt, b) for prompt, a, b in answers_of["train"]]
+    tau = find_scale(gaps)
+    pairs = {split: label(rng, answers, tau) for split, answers in answers_of.items()}
+    save(folder / "policy", policy, tokenizer)
+    reward_model = AutoModelForSequenceClassification.from_pretrained(folder / "policy", num_labels=1)
+    train_reward_model(reward_model, tokenizer, rng, pairs["train"])
+    save(folder / "reward_model", reward_model.half(), tokenizer)  # half the size
+    for split in SPLITS:
+        write_rows(folder / f"preferences_{split}.jsonl.gz", pairs[split])
+        write_rows(folder / f"prompts_{split}.jsonl.gz", [{"prompt": prompt} for prompt in prompts_of[split]])
+    return [f"{len(rows)} stories, {len(prompts)} prompts, τ {tau:.3f}", *describe(folder, authors, pairs)]
+
+
+@torch.inference_mode()
+def describe(folder: Path, authors: dict, pairs: dict) -> list[str]:
+    """Load what was written, raise unless it survives, and return the lines of a report."""
+    policy = AutoModelForCausalLM.from_pretrained(folder / "policy").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
+    reward_model = AutoModelForSequenceClassification.from_pretrained(
+        folder / "reward_model", dtype=torch.float32
+    ).eval()
+    for pair in sum(pairs.values(), []):
+        prompt_ids = tokenizer(pair["prompt"]).input_ids
+        for text in (pair["prompt"] + pair["chosen"], pair["prompt"] + pair["rejected"]):
+            ids, ended = tokenizer([text, text + tokenizer.eos_token]).input_ids
+            assert ids[: len(prompt_ids)] == prompt_ids, f"a token spans prompt and completion in {text!r}"
+            assert ended == ids + [tokenizer.eos_token_id], f"the end changes the tokens of {text!r}"
+            assert tokenizer.decode(ids, skip_special_tokens=True) == " " + text, f"{text!r} does not survive"
+            assert len(ids) - len(prompt_ids) < 2 * NEW_TOKENS, f"{text!r} is long"
+
+    report = []
+    prompts = [pair["prompt"] for pair in pairs["test"]]
+    for name, author in {"policy at T 0.7, top-p 0.95": (policy, 0.7, 0.95), **authors}.items():
+        model, how = author[0], dict(zip(("temperature", "top_p"), author[1:]))
+        rows = sample(model, tokenizer, prompts * 2, **how)
+        (logps, mask), (own, _) = (completion_logps(m, tokenizer, rows) for m in (policy, model))
+        line = f"{name}: judge {fmean(judge_story(*row) for row in rows):.3f}"
+        line += f", finished {fmean(row[2] for row in rows):.3f}, {mask.sum(1).mean():.1f} tokens"
+        line += f", distinct trigrams {distinct_trigrams([row[1] for row in rows]):.3f}"
+        line += f", log p a token under the policy {(logps * mask).sum() / mask.sum():.3f}"
+        if model is not policy and how == {"temperature": 1.0}:
+            line += f", KL from the policy {((own - logps) * mask).sum(1).mean():.2f}"
+        report.append(line)
+    for split, of_split in pairs.items():
+        agree = fmean(pair["score_chosen"] > pair["score_rejected"] for pair in of_split)
+        report.append(f"{split}: {len(of_split)} pairs, of which the judge agrees with {agree:.3f}")
+    for side in ("chosen", "rejected"):
+        rows = [(pair["prompt"], pair[side], True) for pair in pairs["test"]]
+        logps, mask = completion_logps(policy, tokenizer, rows)
+        report.append(f"{side}: judge {fmean(pair['score_' + side] for pair in pairs['test']):.3f}")
+        report[-1] += f", log p a token under the policy {(logps * mask).sum() / mask.sum():.3f}"
+    held_out = pairs["tune"] + pairs["test"]
+    scores, judged = [], []
+    for side in ("chosen", "rejected"):
+        rows = [(pair["prompt"], pair[side], True) for pair in held_out]
+        scores.append(rate(reward_model, tokenizer, rows))
+        judged.append(torch.tensor([pair[f"score_{side}"] for pair in held_out]))
+    right, as_judge = scores[0] > scores[1], (scores[0] > scores[1]) == (judged[0] > judged[1])
+    correlation = torch.corrcoef(torch.stack([torch.cat(scores), torch.cat(judged)]))[0, 1]
+    report.append(f"reward model, held-out pairs: right {right.float().mean():.3f}")
+    report[-1] += f", as the judge {as_judge.float().mean():.3f}, correlation with it {correlation:.3f}"
+    return report + [str(pair) for pair in pairs["train"][:3]]
