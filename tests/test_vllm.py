@@ -73,6 +73,7 @@ MATH += ["--eval-samples", "16", "--warmup-fraction", "0"]
     [
         (1, "dpo_humanline", ONLINE, 4),
         (2, "dpo_humanline", [*ONLINE, "--no-humanline"], 4),
+        (2, "dpo_humanline", [*ONLINE, "--no-humanline", "--vllm-tensor-parallel", "2"], 4),
         (2, "kto_humanline", [*TALES, "--round-prompts", "40"], 2),
         (2, "grpo_humanline", GROUPS, 2),
         (2, "grpo_math_humanline", MATH, 2),
