@@ -381,7 +381,10 @@ def choose_attention(model, longest: int) -> str:
             raise ValueError(f"its logits have a factor, {factor}, which `token_logps` leaves out")
     text = torch.arange(1, 17, device=model.device) % config.vocab_size
     half = text[:8]
-    logits = model(input_ids=half[None], use_cache=False).logits[0]  # (8, V)
+    try:
+        logits = model(input_ids=half[None], use_cache=False).logits[0]  # (8, V)
+    except RuntimeError as error:  # Mamba's kernels, experts in float64
+        raise ValueError(f"its code does not run sharded, or not in this --dtype: {error}") from error
     predictions = logits[:-1].float()
     expected = -F.cross_entropy(predictions, half[1:], reduction="none")  # (7,)
 

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import PAIRS, TOY, metrics, parse_args
+from conftest import PAIRS, TOY, metrics, parse_args, refused
 from test_passes import EXAMPLES, PADDED, SIZES, build
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from worker import run_here
 
 import dpo_humanline
@@ -81,8 +81,6 @@ def test_dropout_and_routers_are_those_of_evaluation(checkpointing, tmp_path):
     model.config.attention_dropout = 0.3
     model.config.dtype = torch.float32
     model.float().save_pretrained(tmp_path / "policy")
-    from transformers import AutoTokenizer
-
     AutoTokenizer.from_pretrained(TOY / "policy").save_pretrained(tmp_path / "policy")
     flags = [
         *FLAGS,
@@ -130,3 +128,15 @@ def test_compiled_blocks_give_the_same_and_are_compiled_once(one_rank):
             torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[0] > 0 and graphs[-1] == graphs[1]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "falcon_mamba"])
+def test_a_model_that_cannot_run_says_what_it_may_be(name, tmp_path):
+    sizes = SIZES | ({"num_local_experts": 4} if name == "mixtral" else {"state_size": 4})
+    build(name, sizes).float().save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(TOY / "policy").save_pretrained(tmp_path)
+    flags = ["--dataset", PAIRS, "--max-prompt-length", "30", "--max-length", "40", "--max-new-tokens", "8"]
+    said = refused([*flags, "--model", str(tmp_path), "--dtype", "float64"])
+    assert said.startswith(
+        f"error: --model {tmp_path}: ValueError: its code does not run sharded, or not in this --dtype"
+    )
