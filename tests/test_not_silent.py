@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from conftest import PAIRS, TOY
 from test_token_logps import EXAMPLES, full_logps
 from tokenizers import Tokenizer, models
@@ -131,6 +132,10 @@ def test_a_model_that_cannot_be_packed_is_not():
     for name, parameter in model.named_parameters():
         if name.endswith(".A"):
             parameter.data.normal_()
+    if transformers.__version__.startswith("5.16"):  # its Doge depends on padding too
+        with pytest.raises(ValueError, match="loop: .* nats off; sdpa: .* nats off"):
+            utils.choose_attention(model, 32)
+        return
     utils.choose_attention(model, 32)
     assert model.config._attn_implementation not in utils.PACKED
     together = utils.token_logps(model, *utils.pad_batch(EXAMPLES, "cpu"))
