@@ -277,9 +277,10 @@ def setup(args):
     world = int(os.environ.get("WORLD_SIZE", 1))
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        # Lengths vary, and memory would be in pieces. It is read when CUDA starts.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
         torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every new length of a sequence
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # lengths vary
         backend = "cpu:gloo,cuda:nccl"
     else:
         device = torch.device("cpu")

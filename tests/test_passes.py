@@ -124,7 +124,9 @@ def test_a_packed_model_that_is_called_by_itself_reads_every_row_as_a_sequence()
     input_ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
     expected = model(input_ids).logits
     choose_attention(model, LONGEST)
-    torch.testing.assert_close(model(input_ids).logits, expected, rtol=1e-9, atol=1e-9)
+    for implementation in PACKED:
+        model.set_attn_implementation(implementation)
+        torch.testing.assert_close(model(input_ids).logits, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("what", PADDED)

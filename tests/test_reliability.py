@@ -112,6 +112,12 @@ def test_a_run_is_resumed_by_the_script_and_the_version_that_made_it(copy):
     assert "args.json" in refused(["--resume", str(copy)])
 
 
+def test_an_offline_run_goes_on_online(copy):
+    flags = ["--resume", str(copy), "--online", "--num-steps", "14", "--checkpoint-every", "0"]
+    run_ranks(1, [[*flags, "--round-prompts", "20", "--max-new-tokens", "12", "--engine", "hf"]])
+    assert [step.get("rollout/round") for step in metrics(copy)] == [None] * 12 + [1, None]
+
+
 def test_a_resume_that_fails_leaves_the_folder_as_it_was(copy, whole, tmp_path):
     before = contents(copy)
     model = changed_policy(tmp_path / "small", without("layers.1."), num_hidden_layers=1)
