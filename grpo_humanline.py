@@ -99,7 +99,6 @@ class Args:
     seed: int = 1  # of data order and sampling
     output_dir: str = ""  # default runs/<script>__<seed>__<time>
     resume: str = ""  # folder of a run; flags beside it win
-    track: bool = False  # log to W&B too (pip install wandb)
     checkpoint_every: int = 100  # steps; 0: never
     keep_checkpoints: int = 2  # the newest stay; 0: all
     eval_every: int = 0  # steps; 0: only before and after training
@@ -550,7 +549,7 @@ def main(args: Args):
     lr_factor = run.lr_schedule(args, optimizer)
 
     # run
-    output_dir = run.open_folder(args, __file__, device)
+    output_dir = run.open_folder(args, __file__)
     checkpoint = run.newest_checkpoint(output_dir)
     before = evaluate(args, policy, sampler, held_out)  # of the initial policy, also on resume
     # All ranks meet in hash_data, and have looked for a checkpoint before rank 0 writes into the folder.
@@ -640,12 +639,12 @@ def main(args: Args):
         progress.step = step + 1
 
         # metrics and checkpoint
-        metrics |= run.perf_metrics(started, sum(lengths), device)
+        metrics |= run.perf_metrics(started, sum(lengths))
         if args.eval_every and progress.step % args.eval_every == 0:
             metrics |= run.means_of(evaluate(args, policy, sampler, held_out, before))
         bar.set_postfix(loss=metrics["loss"], kl=metrics["grpo/kl"], refresh=False)
         log.write(metrics)
-        stopped_by = signals.of_any_rank(device)
+        stopped_by = signals.of_any_rank()
         if stopped_by or run.checkpoint_is_due(args, progress.step):
             run.save_checkpoint(args, output_dir, policy, reference, optimizer, progress)
         if stopped_by:

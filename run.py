@@ -59,7 +59,8 @@ def parse_args(Args, file: str, doc: str, toy: dict, toy_online: dict, flags=Non
 LEAST = dict(k=1, batch_size=1, prompts_per_step=1, group_size=2, sample_every=1, round_prompts=1)
 LEAST |= dict(samples_per_prompt=1, max_length=1, max_new_tokens=1, eval_samples_per_problem=1)
 LEAST |= dict(generation_batch_size=1, max_grad_norm=1e-9, top_p=1e-9, vllm_tensor_parallel=1)
-MOST = dict(top_p=1, warmup_fraction=1, vllm_memory=1)
+LEAST |= dict(log_epsilon_P=-math.inf)
+MOST = dict(top_p=1, warmup_fraction=1, vllm_memory=1, log_epsilon_P=-1e-9)
 
 
 def check_flags(args, batch_size: int):
@@ -68,21 +69,12 @@ def check_flags(args, batch_size: int):
     batch_size: what a step shares out over the ranks, sequences or pairs.
     """
     for name, value in vars(args).items():
-        if name == "log_epsilon_P":
-            valid = value < 0
-        else:
-            valid = isinstance(value, str) or LEAST.get(name, 0) <= value <= MOST.get(name, math.inf)
-        if not valid:
+        if not isinstance(value, str) and not LEAST.get(name, 0) <= value <= MOST.get(name, math.inf):
             fail(f"--{name.replace('_', '-')} {value} is out of range")
     if hasattr(args, "sample_every") and args.temperature == 0:
         fail("--temperature 0: training divides by it")
-    for name in (args.dataset, args.eval_dataset):
-        if Path(name).is_file() and not name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
-            fail(f"{name} is no .jsonl, .jsonl.gz or .parquet file")
     if args.engine == "vllm" and not find_spec("vllm"):
         fail("--engine vllm needs vllm, which is not installed")
-    if args.track and not find_spec("wandb"):
-        fail("--track needs wandb, which is not installed")
     if not args.dataset:
         fail(f"--model {args.model} needs a --dataset")
     world = int(os.environ.get("WORLD_SIZE", 1))
@@ -140,31 +132,26 @@ def compare_programs(args, file: str):
     compare_ranks(facts)
 
 
-def max_over_ranks(value: float, device) -> float:
-    maximum = torch.tensor(value, dtype=torch.float64, device=device)
+def max_over_ranks(value: float) -> float:
+    maximum = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(maximum, op=dist.ReduceOp.MAX)
     return maximum.item()
 
 
 class Signals:
-    """From here on the first SIGINT or SIGTERM is noted, and the next one ends the process at once."""
+    """From here on SIGINT and SIGTERM are noted. They do not end the process: `stop` does, after a step."""
 
     def __init__(self):
         self.received = 0  # number of the signal
-        self.received_at = -math.inf  # seconds
-        signal.signal(signal.SIGINT, self.handle)
-        signal.signal(signal.SIGTERM, self.handle)
+        signal.signal(signal.SIGINT, self.note)
+        signal.signal(signal.SIGTERM, self.note)
 
-    def of_any_rank(self, device) -> int:
+    def note(self, number: int, frame):
+        self.received = number
+
+    def of_any_rank(self) -> int:
         """0, or a signal that some rank has received: all ranks must stop after the same step."""
-        return int(max_over_ranks(self.received, device))
-
-    def handle(self, number: int, frame):
-        if not self.received:
-            self.received = number
-            self.received_at = time.monotonic()
-        elif time.monotonic() - self.received_at > 1:  # torchrun sends it twice
-            os._exit(128 + number)
+        return int(max_over_ranks(self.received))
 
 
 # === Folder and checkpoints ===
@@ -189,9 +176,9 @@ def hash_data(groups: list[tuple]) -> str:
     return content.hexdigest()
 
 
-def open_folder(args, file: str, device) -> Path:
+def open_folder(args, file: str) -> Path:
     """The run's folder, the same on all ranks, which no other process may write to until this one ends."""
-    started = int(1000 * max_over_ranks(time.time(), device))  # the clocks of the ranks may differ
+    started = int(1000 * max_over_ranks(time.time()))  # the clocks of the ranks may differ
     name = args.resume or args.output_dir or f"runs/{Path(file).stem}__{args.seed}__{started}"
     folder = Path(name)
     mark = folder / f".started-{started}"
@@ -204,20 +191,6 @@ def open_folder(args, file: str, device) -> Path:
         for unfinished in folder.glob("checkpoints/unfinished-*"):  # of a run that was killed
             shutil.rmtree(unfinished, ignore_errors=True)
         mark.touch()
-        if args.track:
-            import wandb  # here, since only this flag needs it
-
-            # Before a SummaryWriter is made, whose values W&B reads. A resume goes on in the same run.
-            path = str(folder.resolve()).encode()
-            with exit_on_error("--track", BaseException):
-                wandb.init(
-                    project="humanline",
-                    id=hashlib.sha256(path).hexdigest(),
-                    name=folder.name,
-                    resume="allow",
-                    config=vars(args),
-                    sync_tensorboard=True,
-                )
     dist.barrier()
     # A checkpoint has files of every rank. Without a disk that all machines see it would be in pieces.
     compare_ranks({f"--output-dir {folder}, which must be on a disk that all machines see,": mark.exists()})
@@ -251,10 +224,10 @@ def newest_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint that is whole. Ends the run if there is none, but steps were made."""
     for checkpoint in find_checkpoints(folder / "checkpoints"):
         try:
-            state = json.loads((checkpoint / "state.json").read_text())
-            for name, size in state["sizes"].items():
-                if (checkpoint / name).stat().st_size != size:
-                    raise ValueError(f"{name} is cut")
+            Progress(**json.loads((checkpoint / "state.json").read_text()))
+            for part in dcp.FileSystemReader(checkpoint).read_metadata().storage_data.values():
+                if (checkpoint / part.relative_path).stat().st_size < part.offset + part.length:
+                    raise ValueError(f"{part.relative_path} is cut")
             return checkpoint
         except Exception as error:
             if dist.get_rank() == 0:
@@ -287,11 +260,7 @@ def save_checkpoint(args, output_dir: Path, policy, reference, optimizer, progre
     dist.barrier()
     dcp.save(training_state(policy, reference, optimizer), checkpoint_id=unfinished)
     if dist.get_rank() == 0:
-        parts = dcp.FileSystemReader(unfinished).read_metadata().storage_data.values()
-        files = {part.relative_path for part in parts} | {".metadata"}  # of all ranks
-        sizes = {name: (unfinished / name).stat().st_size for name in files}
-        state = {"progress": vars(progress), "sizes": sizes}
-        (unfinished / "state.json").write_text(json.dumps(state))
+        (unfinished / "state.json").write_text(json.dumps(vars(progress)))
         unfinished.rename(folder)
         if args.keep_checkpoints:
             checkpoints = find_checkpoints(folder.parent)
@@ -304,8 +273,7 @@ def save_checkpoint(args, output_dir: Path, policy, reference, optimizer, progre
 @exit_on_error("--resume", BaseException)
 def load_checkpoint(folder: Path, policy, reference, optimizer, data_hash: str) -> Progress:
     """Restores weights and optimizer in place, on any number of ranks. data_hash: of what this run reads."""
-    saved = json.loads((folder / "state.json").read_text())["progress"]
-    progress = Progress(**saved)
+    progress = Progress(**json.loads((folder / "state.json").read_text()))
     if progress.data_hash != data_hash:
         raise ValueError("--dataset, or its tokens, changed; bring it back")
     state = training_state(policy, reference, optimizer)
@@ -391,17 +359,17 @@ class Means:
         return means
 
 
-def perf_metrics(started: float, tokens: int, device) -> dict[str, float]:
+def perf_metrics(started: float, tokens: int) -> dict[str, float]:
     """Of a step that began at `started` and read `tokens` tokens, and the memory of the rank that needs most.
 
     It is in GiB since the process began: CUDA allocations, or resident memory.
     """
-    if device.type == "cuda":
+    if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated() / 2**30
     else:
         unit = 2**30 if sys.platform == "darwin" else 2**20  # of bytes or KiB
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-    peak = max_over_ranks(peak, device)
+    peak = max_over_ranks(peak)
     seconds = time.perf_counter() - started
     return {
         "perf/peak_memory": peak,

@@ -164,10 +164,16 @@ def encode(
             raise CannotTrain("a token spans prompt and completion")
     if not completion_ids or completion_ids[0] in eos_ids:
         raise CannotTrain("the tokenizer drops its text")
-    for i, token in enumerate(completion_ids):
-        if token in eos_ids:  # what the template writes behind it is not the model's to say
-            return prompt_ids, completion_ids[: i + 1]
-    return prompt_ids, [*completion_ids, tokenizer.eos_token_id]
+    # What the template writes behind the end of the turn is not the model's to say.
+    return prompt_ids, until_end([*completion_ids, tokenizer.eos_token_id], eos_ids)
+
+
+def until_end(ids: list[int], eos_ids: set[int]) -> list[int]:
+    """Up to and with the first end of turn, if there is one."""
+    for length, token in enumerate(ids, 1):
+        if token in eos_ids:
+            return ids[:length]
+    return ids
 
 
 def mostly_unknown(tokenizer, ids: list[int]) -> bool:
@@ -381,24 +387,21 @@ def choose_attention(model, longest: int) -> str:
             raise ValueError(f"its logits have a factor, {factor}, which `token_logps` leaves out")
     text = torch.arange(1, 17, device=model.device) % config.vocab_size
     half = text[:8]
-    try:
-        logits = model(input_ids=half[None], use_cache=False).logits[0]  # (8, V)
-    except RuntimeError as error:  # Mamba's kernels, experts in float64
-        raise ValueError(f"its code does not run sharded, or not in this --dtype: {error}") from error
+    logits = model(input_ids=half[None], use_cache=False).logits[0]  # (8, V)
     predictions = logits[:-1].float()
     expected = -F.cross_entropy(predictions, half[1:], reduction="none")  # (7,)
 
-    implementations = [model.config._attn_implementation]
-    reasons = "; packing is ruled out by a window, a state or the model's code"
+    own = model.config._attn_implementation
     window = getattr(config, "sliding_window", None) or longest  # the packed ones have none
     other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     carries_state = other_layers or model._is_stateful  # from one sequence into the next: linear attention
-    if model._supports_attention_backend and implementations == ["sdpa"]:
-        if longest <= window and not carries_state:
-            reasons = ""
-            implementations.insert(0, "loop")
-            if logits.is_cuda and logits.dtype == torch.bfloat16:
-                implementations.insert(0, "varlen")
+    implementations = ["loop", own]
+    reasons = ""
+    if logits.is_cuda and logits.dtype == torch.bfloat16:
+        implementations.insert(0, "varlen")
+    if own != "sdpa" or not model._supports_attention_backend or longest > window or carries_state:
+        implementations = [own]
+        reasons = "; packing is ruled out by a window, a state or the model's code"
     input_ids = text.expand(2, 16)
     mask = torch.ones(2, 16, device=model.device)
     mask[:, 0] = 0
@@ -833,13 +836,10 @@ class Sampler:
         of_ranks = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, own)
         of_engines = of_ranks[:: self.running.ranks]  # all ranks of one have the same
-
         outputs = []
         for i in range(len(batches)):
             for ids, logps in of_engines[i % engines][i // engines]:
-                ends = [place for place, token in enumerate(ids, 1) if token in self.eos_ids]
-                end = min(ends, default=len(ids))  # behind it stands padding
-                outputs.append((ids[:end], logps))
+                outputs.append((until_end(ids, self.eos_ids), logps))  # behind it stands padding
         return outputs
 
     def check_engine(self, policy, samples: list[Example], reported: list) -> float:

@@ -231,7 +231,7 @@ def main(run: tyro.conf.Positional[Path], step: int = 0, rows: int = 12, out: Pa
     script, args, device, tokenizer, eos_ids = open_run(run)
     checkpoint = find_checkpoint(run, step)
     with exit_on_error(f"{checkpoint} is damaged"):
-        progress = json.loads((checkpoint / "state.json").read_text())["progress"]
+        progress = json.loads((checkpoint / "state.json").read_text())
     groups = held_out_groups(script, args, tokenizer, eos_ids, rows)
     models = load_models(script, args, checkpoint, device)
     scored = [score(script, args, models, group, tokenizer) for group in groups]

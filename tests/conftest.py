@@ -174,7 +174,7 @@ def read_pool(checkpoint: Path) -> list[tuple]:
     from utils import Example
 
     state = json.loads((checkpoint / "state.json").read_text())
-    return [tuple(Example(*values) for values in group) for group in state["progress"]["pool"]]
+    return [tuple(Example(*values) for values in group) for group in state["pool"]]
 
 
 @pytest.fixture(scope="module")

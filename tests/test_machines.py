@@ -1,6 +1,5 @@
 """Several machines: ranks that would train with something else, or see another disk, say what differs."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -116,10 +115,7 @@ def test_a_checkpoint_without_a_rank_s_file_is_not_whole(tmp_path, missing):
     flags = [[*FLAGS, *map(str, on_one_disk(tmp_path))]]
     processes = start_ranks(2, flags)
     finish(processes)
-    newest = tmp_path / "shared/checkpoints/step-2"
-    state = json.loads((newest / "state.json").read_text())
-    assert missing in state["sizes"]
-    (newest / missing).unlink()
+    (tmp_path / "shared/checkpoints/step-2" / missing).unlink()
     processes = start_ranks(2, [["--resume", str(tmp_path / "shared"), "--num-steps", "3"]])
     output = finish(processes)[0]
     assert "skipped" in output and "goes on from" in output and "step-1" in output
