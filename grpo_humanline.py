@@ -46,8 +46,8 @@ import utils
 class Args:
     # algorithm
     beta: float = 0.01  # weight of the KL penalty (Table 3)
-    epsilon: float = 0.15  # the ratio is clipped to 1 ± ε (Table 3; --no-humanline offline 0.5)
-    group_size: int = 2  # G. 2: the best and the worst of a prompt's, A = ±1 (C.1.4); else all of them
+    epsilon: float = 0.15  # the ratio is clipped to 1 ± ε (Table 3; offline without humanline pass 0.5)
+    group_size: int = 2  # G. 2: best and worst of a prompt's, A = ±1 (C.1.4). More: all, so many sampled
     # humanline
     humanline: bool = True  # --no-humanline: no clipping, no syncing but at the start of a round
     k: int = 1  # optimizer steps between syncs of the reference (paper: 1)
@@ -86,9 +86,9 @@ class Args:
     reward_model: str = ""  # classifier with one output
     round_prompts: int = 1024  # prompts per round (Table 1)
     samples_per_prompt: int = 8  # best and worst make a pair (Table 1); --group-size above 2 replaces it
-    reward_threshold: float = 0.01  # τ, least difference in a pair (Table 1)
+    reward_threshold: float = 0.01  # τ, least difference in a pair (Table 1), also of a row with scores
     # sampling
-    max_new_tokens: int = 2048  # tokens (paper: 2048)
+    max_new_tokens: int = 2048  # tokens (paper: 2048); training reads those up to --max-length
     temperature: float = 0.7  # of sampling (Table 1)
     top_p: float = 0.95  # nucleus sampling (Table 1)
     engine: Literal["auto", "vllm", "hf"] = "auto"  # auto: vLLM where installed
@@ -115,7 +115,7 @@ TOY = dict(
     dtype="float64",  # so that any number of ranks and passes gives the same digits
     num_steps=320,
     lr=3e-4,
-    k=32,
+    k=32,  # of 320 steps; with 1 the toy collapses
     max_new_tokens=64,
     generation_batch_size=256,
 )
@@ -150,7 +150,7 @@ def group_advantages(rewards):
     """
     lowest = rewards.amin(1, keepdim=True)
     spread = rewards.amax(1, keepdim=True) - lowest
-    scaled = (rewards - lowest) / spread  # changes no advantage, but makes those of two exactly ±1
+    scaled = (rewards - lowest) / spread  # for rounding alone: advantages of two are exactly ±1
     deviation = scaled.std(1, correction=0, keepdim=True)
     advantages = (scaled - scaled.mean(1, keepdim=True)) / deviation
     return torch.where(spread > 0, advantages, 0.0)
@@ -196,27 +196,28 @@ def encode_row(args, tokenizer, eos_ids, row: dict) -> tuple:
 
     Raises utils.CannotTrain if the row is to be left out, and another exception if it is malformed.
     """
+    utils.check_columns(row)
     prompt, completions = read_pair(row)
-    scores = [1.0, 0.0]  # C.1.3
+    scores = [1.0, 0.0]  # of chosen and rejected (C.1.3)
     if "scores" in row:
         completions = row["completions"]
         scores = row["scores"]
         if len(completions) != len(scores) or not np.isfinite(scores).all():
             raise ValueError("every completion needs a score")
-    group = encode_group(args, tokenizer, eos_ids, prompt, completions, scores)
-    if not completions:
-        return group
-    group = make_group(args, group)
+    examples = encode_group(args, tokenizer, eos_ids, prompt, completions, scores)
+    if not completions:  # a prompt alone
+        return examples
+    group = make_group(args, examples)  # as of samples, below
     if not group:
         raise utils.CannotTrain("its scores are equal, or differ by less than --reward-threshold")
     return group
 
 
 def read_pair(row: dict) -> tuple:
-    """Prompt, a text or messages, and [chosen, rejected], or [] where the row has neither.
+    """Prompt, and [chosen, rejected], or [] where the row has neither.
 
-    Each of these is a text or a list of messages, of which the last is the completion. What stands before it
-    is the prompt, the same in both.
+    Each is a text or a list of messages, and the last message of chosen and rejected is the completion. What
+    stands before it is the prompt. UltraFeedback has it there, and its first message as text in `prompt` too.
     """
     prompt = row.get("prompt", row.get("instruction"))
     chosen = row.get("chosen")
@@ -227,7 +228,6 @@ def read_pair(row: dict) -> tuple:
         if history != rejected_history:
             raise ValueError("chosen and rejected must differ in their last message alone")
         texts = [message["content"] for message in history]
-        # A text beside them may repeat a message of the history, as UltraFeedback's does.
         if history and prompt not in (None, history, *texts):
             raise ValueError("chosen and rejected do not begin with the prompt")
         prompt = history or prompt
@@ -268,7 +268,6 @@ def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
     with run.exit_on_error(name):
         for number, row in load_rows(name, split):
             with run.exit_on_error(f"{name}, line {number}"):
-                utils.check_columns(row)
                 try:
                     groups.append(encode_row(args, tokenizer, eos_ids, row))
                 except utils.CannotTrain as reason:
@@ -518,6 +517,7 @@ def grpo_metrics(losses, ratio, k3, removed) -> dict:
 def main(args: Args):
     run.check_flags(args, args.batch_size)
     rank, world, device = setup(args)
+    # of what is not trained: the reference, the sampler, the reward model
     reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
 
     # data
@@ -537,14 +537,14 @@ def main(args: Args):
     if len(groups) < groups_per_step:
         run.fail(f"--dataset {args.dataset}: {len(groups)} rows do not fill a batch of {groups_per_step}")
     if not args.online and any(len(group) != args.group_size for group in groups):
-        run.fail(f"--dataset {args.dataset}: a row has not --group-size completions; prompts need --online")
+        run.fail(f"--dataset {args.dataset}: every row needs --group-size completions, or --online")
 
     # models
     with run.exit_on_error(f"--model {args.model}"):
         policy, reference = load_models(args, reference_dtype, device)
     with run.exit_on_error(f"--reward-model {args.reward_model}"):
         sampler = make_sampler(args, tokenizer, eos_ids, reference_dtype, device)
-    # Fused, since the default on CUDA needs memory for one more moment. Its settings are set in every step.
+    # Fused, or CUDA needs memory for one more moment. The loop sets rate, ε and decay, so new flags win.
     optimizer = torch.optim.AdamW(policy.parameters(), fused=device.type == "cuda")
     lr_factor = run.lr_schedule(args, optimizer)
 
@@ -576,7 +576,8 @@ def main(args: Args):
                 progress.pool += new_groups
                 metrics |= rollout
                 sync_reference(reference, policy)  # Algorithm 1: the policy at the start of the round
-                progress.last_round = progress.last_sync = step
+                progress.last_round = step
+                progress.last_sync = step
             batch = progress.pool[:groups_per_step]
             progress.pool = progress.pool[groups_per_step:]
             metrics["rollout/age_steps"] = step - progress.last_round
@@ -594,10 +595,8 @@ def main(args: Args):
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
         means = run.Means()
         for number, indices in enumerate(micro_batches, 1):
-            # FSDP2 sums gradients over the ranks. In the last pass is enough, as on the CPU; on CUDA it is in
-            # every pass, so that no rank keeps the gradients of the whole model between two passes.
-            policy.set_requires_gradient_sync(device.type == "cuda" or number == len(micro_batches))
-            policy.set_requires_all_reduce(number == len(micro_batches))  # over the copies of HSDP
+            # FSDP2 sums gradients over the ranks in every pass, but over the copies of HSDP in the last one.
+            policy.set_requires_all_reduce(number == len(micro_batches))
             input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
 
             with torch.no_grad():  # first, since the policy's pass keeps its activations
@@ -606,13 +605,13 @@ def main(args: Args):
             log_ratio = logps - ref_logps  # (B, T)
             clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
             A = advantages[indices].to(logps.dtype)  # (B,)
-            settings = (args.beta, args.epsilon)
-            losses, ratio, k3, removed = grpo_loss(clipped_log_ratio, log_ratio, A, *settings)  # (B, T) each
+            token_values = grpo_loss(clipped_log_ratio, log_ratio, A, args.beta, args.epsilon)
+            losses, ratio, k3, removed = token_values  # (B, T) each
             ((losses * mask).sum() / completion_tokens).backward()
 
             means.add(grpo_metrics(losses, ratio, k3, removed), mask)
             completion_logps = (logps * mask).sum(-1)  # (B,)
-            means.add({"logps/chosen": completion_logps}, (A > 0).to(A.dtype))
+            means.add({"logps/chosen": completion_logps}, (A > 0).to(A.dtype))  # above a group's mean
             means.add({"logps/rejected": completion_logps}, (A < 0).to(A.dtype))
             means.add(clipping_metrics(args, log_ratio), mask)
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
@@ -623,7 +622,7 @@ def main(args: Args):
         if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
             run.fail(f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; lower --lr")
 
-        # the update: synced before it, the reference of the next steps is 1 to k updates behind the policy
+        # the update, and before it the sync: in the next step the reference lacks this one update (Figure 3)
         metrics["humanline/steps_since_sync"] = step - progress.last_sync
         if args.humanline and args.sync == "before_step" and step % args.k == 0:
             sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)

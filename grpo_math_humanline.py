@@ -202,6 +202,7 @@ def encode_row(args, tokenizer, eos_ids, row: dict) -> tuple:
 
     Raises utils.CannotTrain if the row is to be left out, and another exception if it is malformed.
     """
+    utils.check_columns(row)
     prompt = row["problem"]
     if args.system_prompt:
         system = {"role": "system", "content": args.system_prompt}
@@ -231,7 +232,6 @@ def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
     with run.exit_on_error(name):
         for number, row in load_rows(name, split):
             with run.exit_on_error(f"{name}, line {number}"):
-                utils.check_columns(row)
                 try:
                     groups.append(encode_row(args, tokenizer, eos_ids, row))
                 except utils.CannotTrain as reason:
@@ -587,6 +587,7 @@ def main(args: Args):
     batch_size = args.prompts_per_step * args.group_size
     run.check_flags(args, batch_size)
     rank, world, device = setup(args)
+    # of what is not trained: the reference, the sampler, the reward model
     reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
 
     # data
@@ -610,7 +611,7 @@ def main(args: Args):
     with run.exit_on_error(f"--model {args.model}"):
         policy, reference = load_models(args, reference_dtype, device)
         sampler = make_sampler(args, tokenizer, eos_ids, reference_dtype, device)
-    # Fused, since the default on CUDA needs memory for one more moment. Its settings are set in every step.
+    # Fused, or CUDA needs memory for one more moment. The loop sets rate, ε and decay, so new flags win.
     optimizer = torch.optim.AdamW(policy.parameters(), fused=device.type == "cuda")
     lr_factor = run.lr_schedule(args, optimizer)
 
@@ -658,10 +659,8 @@ def main(args: Args):
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
         means = run.Means()
         for number, indices in enumerate(micro_batches, 1):
-            # FSDP2 sums gradients over the ranks. In the last pass is enough, as on the CPU; on CUDA it is in
-            # every pass, so that no rank keeps the gradients of the whole model between two passes.
-            policy.set_requires_gradient_sync(device.type == "cuda" or number == len(micro_batches))
-            policy.set_requires_all_reduce(number == len(micro_batches))  # over the copies of HSDP
+            # FSDP2 sums gradients over the ranks in every pass, but over the copies of HSDP in the last one.
+            policy.set_requires_all_reduce(number == len(micro_batches))
             input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
 
             if not in_sync:  # first, since the policy's pass keeps its activations
@@ -673,8 +672,8 @@ def main(args: Args):
             log_ratio = logps - ref_logps  # (B, T)
             clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
             A = advantages[indices].to(logps.dtype)  # (B,)
-            settings = (args.beta, args.epsilon)
-            losses, ratio, k3, removed = grpo_loss(clipped_log_ratio, log_ratio, A, *settings)  # (B, T) each
+            token_values = grpo_loss(clipped_log_ratio, log_ratio, A, args.beta, args.epsilon)
+            losses, ratio, k3, removed = token_values  # (B, T) each
             ((losses * mask).sum() / completion_tokens).backward()
 
             means.add(grpo_metrics(losses, ratio, k3, removed), mask)
@@ -690,7 +689,7 @@ def main(args: Args):
         if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
             run.fail(f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; lower --lr")
 
-        # the update: synced before it, the reference of the next steps is 1 to k updates behind the policy
+        # the update, and before it the sync: in the next step the reference lacks this one update (Figure 3)
         metrics["humanline/steps_since_sync"] = step - progress.last_sync
         if args.humanline and args.sync == "before_step" and step % args.k == 0:
             sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)

@@ -49,7 +49,7 @@ class Args:
     lambda_D: float = 1.1  # weight of desirable examples (Table 3)
     lambda_U: float = 1.0  # weight of undesirable examples (Table 3)
     # humanline
-    humanline: bool = True  # --no-humanline: no clipping, no syncing
+    humanline: bool = True  # --no-humanline: no clipping, no syncing but at the start of a round
     k: int = 1  # optimizer steps between syncs of the reference (paper: 1)
     log_epsilon_P: float = -1.5  # bounds of a token's log π_θ/π_ref, nats (Tables 1, 2)
     log_epsilon_R: float = 1.5
@@ -88,7 +88,7 @@ class Args:
     samples_per_prompt: int = 8  # best and worst make a pair (Table 1)
     reward_threshold: float = 0.01  # τ, least difference in a pair (Table 1)
     # sampling
-    max_new_tokens: int = 2048  # tokens (paper: 2048)
+    max_new_tokens: int = 2048  # tokens (paper: 2048); training reads those up to --max-length
     temperature: float = 0.7  # of sampling (Table 1)
     top_p: float = 0.95  # nucleus sampling (Table 1)
     engine: Literal["auto", "vllm", "hf"] = "auto"  # auto: vLLM where installed
@@ -204,6 +204,7 @@ def encode_row(args, tokenizer, eos_ids, row: dict) -> tuple:
 
     Raises utils.CannotTrain if the row is to be left out, and another exception if it is malformed.
     """
+    utils.check_columns(row)
     prompt, completions = read_pair(row)
     rewards = [1.0, 0.0]
     if "label" in row:
@@ -215,10 +216,10 @@ def encode_row(args, tokenizer, eos_ids, row: dict) -> tuple:
 
 
 def read_pair(row: dict) -> tuple:
-    """Prompt, a text or messages, and [chosen, rejected], or [] where the row has neither.
+    """Prompt, and [chosen, rejected], or [] where the row has neither.
 
-    Each of these is a text or a list of messages, of which the last is the completion. What stands before it
-    is the prompt, the same in both.
+    Each is a text or a list of messages, and the last message of chosen and rejected is the completion. What
+    stands before it is the prompt. UltraFeedback has it there, and its first message as text in `prompt` too.
     """
     prompt = row.get("prompt", row.get("instruction"))
     chosen = row.get("chosen")
@@ -229,7 +230,6 @@ def read_pair(row: dict) -> tuple:
         if history != rejected_history:
             raise ValueError("chosen and rejected must differ in their last message alone")
         texts = [message["content"] for message in history]
-        # A text beside them may repeat a message of the history, as UltraFeedback's does.
         if history and prompt not in (None, history, *texts):
             raise ValueError("chosen and rejected do not begin with the prompt")
         prompt = history or prompt
@@ -270,7 +270,6 @@ def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
     with run.exit_on_error(name):
         for number, row in load_rows(name, split):
             with run.exit_on_error(f"{name}, line {number}"):
-                utils.check_columns(row)
                 try:
                     groups.append(encode_row(args, tokenizer, eos_ids, row))
                 except utils.CannotTrain as reason:
@@ -536,6 +535,7 @@ def example_metrics(losses, rewards, desirable, z_0: float, beta: float) -> dict
 def main(args: Args):
     run.check_flags(args, args.batch_size)
     rank, world, device = setup(args)
+    # of what is not trained: the reference, the sampler, the reward model
     reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
 
     # data
@@ -561,7 +561,7 @@ def main(args: Args):
         policy, reference = load_models(args, reference_dtype, device)
     with run.exit_on_error(f"--reward-model {args.reward_model}"):
         sampler = make_sampler(args, tokenizer, eos_ids, reference_dtype, device)
-    # Fused, since the default on CUDA needs memory for one more moment. Its settings are set in every step.
+    # Fused, or CUDA needs memory for one more moment. The loop sets rate, ε and decay, so new flags win.
     optimizer = torch.optim.AdamW(policy.parameters(), fused=device.type == "cuda")
     lr_factor = run.lr_schedule(args, optimizer)
 
@@ -592,7 +592,8 @@ def main(args: Args):
                 progress.pool += new_groups
                 metrics |= rollout
                 sync_reference(reference, policy)  # Algorithm 1: the policy at the start of the round
-                progress.last_round = progress.last_sync = step
+                progress.last_round = step
+                progress.last_sync = step
             batch = progress.pool[:groups_per_step]
             progress.pool = progress.pool[groups_per_step:]
             metrics["rollout/age_steps"] = step - progress.last_round
@@ -610,10 +611,8 @@ def main(args: Args):
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
         means = run.Means()
         for number, indices in enumerate(micro_batches, 1):
-            # FSDP2 sums gradients over the ranks. In the last pass is enough, as on the CPU; on CUDA it is in
-            # every pass, so that no rank keeps the gradients of the whole model between two passes.
-            policy.set_requires_gradient_sync(device.type == "cuda" or number == len(micro_batches))
-            policy.set_requires_all_reduce(number == len(micro_batches))  # over the copies of HSDP
+            # FSDP2 sums gradients over the ranks in every pass, but over the copies of HSDP in the last one.
+            policy.set_requires_all_reduce(number == len(micro_batches))
             in_pass = [examples[i] for i in indices]
             input_ids, mask = utils.pad_batch(in_pass, device)  # (B, T)
             desirable = torch.tensor([example.reward > 0 for example in in_pass], device=device)  # (B,)
@@ -640,7 +639,7 @@ def main(args: Args):
         if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
             run.fail(f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; lower --lr")
 
-        # the update: synced before it, the reference of the next steps is 1 to k updates behind the policy
+        # the update, and before it the sync: in the next step the reference lacks this one update (Figure 3)
         metrics["humanline/steps_since_sync"] = step - progress.last_sync
         if args.humanline and args.sync == "before_step" and step % args.k == 0:
             sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
