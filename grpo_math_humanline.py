@@ -242,11 +242,10 @@ def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
     summary = "; ".join(counts)
     if not groups:
         run.fail(summary)
-    if dist.get_rank() == 0:
-        first = groups[0][0]
-        prompt_end = tokenizer.decode(first.prompt_ids[-8:])
-        completion_end = tokenizer.decode(first.completion_ids[-8:])
-        print(f"{summary}; a prompt ends {prompt_end!r}, its completion {completion_end!r}")
+    first = groups[0][0]
+    prompt_end = tokenizer.decode(first.prompt_ids[-8:])
+    completion_end = tokenizer.decode(first.completion_ids[-8:])
+    run.say(f"{summary}; a prompt ends {prompt_end!r}, its completion {completion_end!r}")
     return groups
 
 
@@ -329,14 +328,15 @@ def load_models(args, reference_dtype: torch.dtype, device) -> tuple:
     """Policy, stored in fp32, and reference, stored in `reference_dtype`; both compute in --dtype."""
     options = dict(trust_remote_code=args.trust_remote_code)
     config = AutoConfig.from_pretrained(args.model, **options)
-    utils.check_positions(config, args.max_length, args.max_prompt_length, args.max_new_tokens)
+    longest = max(args.max_length, args.max_prompt_length + args.max_new_tokens)
+    utils.check_positions(config, longest, args.max_new_tokens)
     config.dtype = None  # so that "auto" is the files' dtype
     # The files are memory-mapped, in pages that all ranks share. The policy is cast after sharding, which
     # moves a rank's shards to its device, so that no rank ever holds the whole model in fp32.
     models = []
     for dtype in ("auto", reference_dtype):
         model = utils.load_pretrained(AutoModelForCausalLM, args.model, config=config, dtype=dtype, **options)
-        run.compare_ranks({"the checksum of --model's weights": utils.checksum(model)})
+        run.compare_ranks("the checksum of --model's weights", utils.checksum(model))
         models.append(shard_model(args, model, device))
     policy, reference = models
     policy.to(torch.float32).eval()  # dropout would part it from the reference
@@ -348,14 +348,12 @@ def load_models(args, reference_dtype: torch.dtype, device) -> tuple:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
         for block in decoder_blocks(policy):
             block.training = True  # not its children; in eval mode it would do nothing
-    longest = max(args.max_length, args.max_prompt_length + args.max_new_tokens)
     for model in models:
         attention = utils.choose_attention(model, longest)
         if args.compile:
             for block in decoder_blocks(model):
                 block.compile(dynamic=True)
-    if dist.get_rank() == 0:
-        print(f"attention: {attention}")
+    run.say(f"attention: {attention}")
     return policy, reference
 
 
@@ -486,8 +484,7 @@ def keep_gradable(grader, name: str, groups: list) -> list:
         summary += f", the first that cannot is {dropped[0]!r:.60}"
     if not kept:
         run.fail(summary)
-    if dist.get_rank() == 0:
-        print(summary)
+    run.say(summary)
     return kept
 
 
@@ -584,11 +581,9 @@ def grpo_metrics(losses, ratio, k3, removed) -> dict:
 
 @run.exit_on_error("reading or writing", OSError)
 def main(args: Args):
-    batch_size = args.prompts_per_step * args.group_size
-    run.check_flags(args, batch_size)
+    run.check_flags(args, args.prompts_per_step * args.group_size)
     rank, world, device = setup(args)
-    # of what is not trained: the reference, the sampler, the reward model
-    reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
+    reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32  # of what is frozen
 
     # data
     with run.exit_on_error(f"--model {args.model}"):
@@ -649,7 +644,7 @@ def main(args: Args):
         examples = [example for group in batch for example in group]
         rewards = torch.tensor([example.reward for example in examples], dtype=torch.float64, device=device)
         rewards = rewards.view(groups_per_step, args.group_size)
-        advantages = group_advantages(rewards).flatten()  # (batch_size,)
+        advantages = group_advantages(rewards).flatten()  # (B of the step,)
         # Nothing was updated since the last sync, so both models have the same log-probs.
         in_sync = progress.last_sync == step
 
@@ -659,8 +654,9 @@ def main(args: Args):
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
         means = run.Means()
         for number, indices in enumerate(micro_batches, 1):
-            # FSDP2 sums gradients over the ranks in every pass, but over the copies of HSDP in the last one.
-            policy.set_requires_all_reduce(number == len(micro_batches))
+            # A sum over ranks is rounded to fp32. One, after the last pass, is best, but for a GPU's memory.
+            policy.set_requires_gradient_sync(device.type == "cuda" or number == len(micro_batches))
+            policy.set_requires_all_reduce(number == len(micro_batches))  # over the copies of HSDP
             input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
 
             if not in_sync:  # first, since the policy's pass keeps its activations

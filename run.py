@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,12 +21,22 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as dcp_state
 import tyro
 from filelock import FileLock
-from torch.distributed.tensor import DTensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import GenerationConfig, get_scheduler
 
 import utils
+
+
+def is_main() -> bool:
+    """Whether this is rank 0, which alone prints and writes."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(*words):
+    """Prints on rank 0."""
+    if is_main():
+        print(*words, flush=True)
 
 
 # === Flags ===
@@ -46,20 +56,19 @@ def parse_args(Args, file: str, doc: str, toy: dict, toy_online: dict, flags=Non
         default = Args()
     else:
         source = "the embedded toy and its settings"
-        default = Args(**toy)
         if getattr(named, "online", False):
-            default = Args(**toy | toy_online)
+            toy = toy | toy_online
+        default = Args(**toy)
     args = tyro.cli(Args, args=flags, default=default, description=doc)
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{source};", *flags)
+    say(f"{source};", *flags)
     return args
 
 
-# Least values; of the others 0. A group of one has no advantage.
-LEAST = dict(k=1, batch_size=1, prompts_per_step=1, group_size=2, sample_every=1, round_prompts=1)
-LEAST |= dict(samples_per_prompt=1, max_length=1, max_new_tokens=1, eval_samples_per_problem=1)
-LEAST |= dict(generation_batch_size=1, max_grad_norm=1e-9, top_p=1e-9, vllm_tensor_parallel=1)
-LEAST |= dict(log_epsilon_P=-math.inf)
+# Least values. Of flags that are not here it is 0. A group of one has no advantage.
+COUNTS = "k batch_size prompts_per_step sample_every round_prompts samples_per_prompt max_length"
+COUNTS += " max_new_tokens eval_samples_per_problem generation_batch_size vllm_tensor_parallel"
+LEAST = dict.fromkeys(COUNTS.split(), 1)
+LEAST |= dict(group_size=2, max_grad_norm=1e-9, top_p=1e-9, log_epsilon_P=-math.inf)
 MOST = dict(top_p=1, warmup_fraction=1, vllm_memory=1, log_epsilon_P=-1e-9)
 
 
@@ -71,7 +80,7 @@ def check_flags(args, batch_size: int):
     for name, value in vars(args).items():
         if not isinstance(value, str) and not LEAST.get(name, 0) <= value <= MOST.get(name, math.inf):
             fail(f"--{name.replace('_', '-')} {value} is out of range")
-    if hasattr(args, "sample_every") and args.temperature == 0:
+    if hasattr(args, "sample_every") and args.temperature == 0:  # grpo_math
         fail("--temperature 0: training divides by it")
     if args.engine == "vllm" and not find_spec("vllm"):
         fail("--engine vllm needs vllm, which is not installed")
@@ -83,15 +92,15 @@ def check_flags(args, batch_size: int):
         fail(f"{world} ranks must be a multiple of {flags}, and a batch of {batch_size} of them")
     if getattr(args, "online", False) and not args.reward_model:
         fail("--online needs a --reward-model")
-    folder = Path(args.output_dir)
-    if args.output_dir and (args.resume or (folder / "args.json").exists()):
+    folder = args.output_dir
+    if folder and (args.resume or Path(folder, "args.json").exists()):
         fail(f"--output-dir {folder} holds a run, or --resume names one: --resume {folder}")
 
 
 # === Errors and signals ===
 def fail(message: str):
     """Ends the run with one line on stderr and exit code 1. Every rank comes here; rank 0 prints."""
-    if os.environ.get("RANK", "0") != "0":
+    if not is_main():
         # Rank 0 must print first, and torchrun ends the others as soon as one has ended.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(30)
@@ -112,24 +121,21 @@ def exit_on_error(place: str, kind: type = Exception):
         fail(f"{place}: {type(error).__name__}: {lines[number]}")
 
 
-def compare_ranks(facts: dict):
-    """Ends the run if a fact is another one on another rank, perhaps of another machine, than on rank 0."""
+def compare_ranks(name: str, value):
+    """Ends the run if a value is another one on another rank, perhaps of another machine, than on rank 0."""
     of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, facts)
+    dist.all_gather_object(of_ranks, value)
     for rank, other in enumerate(of_ranks):
-        for name, value in of_ranks[0].items():
-            if other[name] != value:
-                fail(f"{name} is {other[name]} on rank {rank}, and {value} on rank 0")
+        if other != of_ranks[0]:
+            fail(f"{name} is {other} on rank {rank}, and {of_ranks[0]} on rank 0")
 
 
 def compare_programs(args, file: str):
-    """Ends the run if ranks have other flags or another script, whose folder may be another one."""
+    """Ends the run if ranks have another script, whose folder may be another one, or other flags."""
+    compare_ranks("the script's hash", hashlib.sha256(Path(file).read_bytes()).hexdigest())
     folder = str(Path(file).resolve().parent)
-    facts = {}
     for name, value in vars(args).items():
-        facts[f"--{name.replace('_', '-')}"] = str(value).replace(folder, "")
-    facts["the script's hash"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    compare_ranks(facts)
+        compare_ranks(f"--{name.replace('_', '-')}", str(value).replace(folder, ""))
 
 
 def max_over_ranks(value: float) -> float:
@@ -172,7 +178,7 @@ def hash_data(groups: list[tuple]) -> str:
     content = hashlib.sha256()
     for group in groups:
         content.update(repr(group).encode())
-    compare_ranks({"the hash of --dataset's tokens": content.hexdigest()})
+    compare_ranks("the hash of --dataset's tokens", content.hexdigest())
     return content.hexdigest()
 
 
@@ -182,7 +188,7 @@ def open_folder(args, file: str) -> Path:
     name = args.resume or args.output_dir or f"runs/{Path(file).stem}__{args.seed}__{started}"
     folder = Path(name)
     mark = folder / f".started-{started}"
-    if dist.get_rank() == 0:
+    if is_main():
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".lock", timeout=0)
         with exit_on_error(f"{folder} (does another process use it?)"):
@@ -193,16 +199,16 @@ def open_folder(args, file: str) -> Path:
         mark.touch()
     dist.barrier()
     # A checkpoint has files of every rank. Without a disk that all machines see it would be in pieces.
-    compare_ranks({f"--output-dir {folder}, which must be on a disk that all machines see,": mark.exists()})
-    if dist.get_rank() == 0:
+    compare_ranks(f"--output-dir {folder}, which must be on a disk that all machines see,", mark.exists())
+    if is_main():
         mark.unlink()
     return folder
 
 
 def save_args(args, folder: Path, file: str):
     """Writes the settings with which a later --resume goes on."""
-    saved = asdict(args) | {"script": Path(file).stem, "resume": "", "output_dir": ""}
-    if dist.get_rank() == 0:
+    saved = vars(args) | {"script": Path(file).stem, "resume": "", "output_dir": ""}
+    if is_main():
         write(folder / "args.json", json.dumps(saved, indent=2))
 
 
@@ -230,8 +236,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
                     raise ValueError(f"{part.relative_path} is cut")
             return checkpoint
         except Exception as error:
-            if dist.get_rank() == 0:
-                print(f"skipped {checkpoint} (damaged: {error})")
+            say(f"skipped {checkpoint} (damaged: {error})")
     if (folder / "metrics.jsonl").exists():
         fail(f"--resume {folder}: it has no whole checkpoint; begin anew in another folder")
     return None
@@ -255,12 +260,10 @@ def save_checkpoint(args, output_dir: Path, policy, reference, optimizer, progre
     folder = output_dir / "checkpoints" / f"step-{progress.step}"
     # The folder gets its name when it is whole, so that a run which is killed here leaves no half checkpoint.
     unfinished = folder.with_name(f"unfinished-{folder.name}")
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-    dist.barrier()
     dcp.save(training_state(policy, reference, optimizer), checkpoint_id=unfinished)
-    if dist.get_rank() == 0:
+    if is_main():
         (unfinished / "state.json").write_text(json.dumps(vars(progress)))
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         unfinished.rename(folder)
         if args.keep_checkpoints:
             checkpoints = find_checkpoints(folder.parent)
@@ -292,8 +295,7 @@ def load_checkpoint(folder: Path, policy, reference, optimizer, data_hash: str) 
     dcp_state.set_model_state_dict(reference, state["reference"])
     for i, group in enumerate(progress.pool):
         progress.pool[i] = tuple(utils.Example(*values) for values in group)
-    if dist.get_rank() == 0:
-        print(f"{progress.step} steps are done: goes on from {folder}")
+    say(f"{progress.step} steps are done: goes on from {folder}")
     return progress
 
 
@@ -303,13 +305,13 @@ def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
     weights = {}
     for name, tensor in policy.state_dict().items():
         tensor = tensor.to(policy.dtypes[name])
-        if isinstance(tensor, DTensor):
+        if hasattr(tensor, "full_tensor"):  # it is sharded
             tensor = tensor.full_tensor()
         if not tensor.isfinite().all():
             raise ValueError(f"{name} is not finite in {tensor.dtype}")
-        if dist.get_rank() == 0:
+        if is_main():
             weights[name] = tensor.cpu()
-    if dist.get_rank() == 0:
+    if is_main():
         policy.generation_config = GenerationConfig(
             eos_token_id=sorted(eos_ids),
             pad_token_id=tokenizer.pad_token_id,
@@ -321,9 +323,9 @@ def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
 
 def stop(signal_number: int, steps: int, folder: Path):
     """Ends a run that has received a signal and written a checkpoint."""
-    if dist.get_rank() == 0:
-        print(f"\nstopped after {steps} steps; to go on: --resume {folder}", flush=True)
-        print("(torchrun now ends with a traceback, which is no fault)", flush=True)
+    say(f"\nstopped after {steps} steps; to go on: --resume {folder}")
+    say("(torchrun now ends with a traceback, which is no fault)")
+    # At once, since engines and graders may have threads that others wait for.
     os._exit(128 + signal_number)
 
 
@@ -352,11 +354,8 @@ class Means:
         """Every rank has added the same names, in the same order. What has no weight is left out."""
         totals = torch.stack(list(self.sums.values()))  # (names, 2)
         dist.all_reduce(totals)
-        means = {}
-        for name, (total, weight) in zip(self.sums, totals.tolist()):
-            if weight > 0:
-                means[name] = total / weight
-        return means
+        pairs = zip(self.sums, totals.tolist())
+        return {name: total / weight for name, (total, weight) in pairs if weight > 0}
 
 
 def perf_metrics(started: float, tokens: int) -> dict[str, float]:
@@ -399,8 +398,7 @@ class Log:
     def __init__(self, folder: Path, start: int, before):
         self.folder = folder
         self.steps = start  # that are made
-        self.writer = None
-        if dist.get_rank() != 0:
+        if not is_main():
             return
         path = folder / "metrics.jsonl"
         path.touch()
@@ -413,7 +411,7 @@ class Log:
 
     def write(self, metrics: dict):
         """metrics: {name: number} of a step, `step` among them."""
-        if self.writer:
+        if is_main():
             self.file.write(json.dumps(metrics) + "\n")
             self.write_points(metrics)
             self.steps = metrics["step"] + 1
@@ -430,7 +428,7 @@ def report(log: Log, before, after):
 
     before, after: a script's evaluations: statistics {name: (mean, standard error)}, and samples.
     """
-    if dist.get_rank() != 0:
+    if not is_main():
         return
     folder = log.folder
     log.write_points(means_of(after))
@@ -445,10 +443,10 @@ def report(log: Log, before, after):
     for key, (mean, error) in after.statistics.items():
         first_mean, first_error = before.statistics[key]
         print(f"{key:24}{first_mean:10.3f} ± {first_error:7.3f}{mean:10.3f} ± {error:7.3f}")
-    for first, last in list(zip(before.samples, after.samples))[:4]:
+    for first, last in zip(before.samples[:4], after.samples):
         print(f"\nprompt: {question(last)}")
-        for when, sample in (("before", first), ("after", last)):
-            print(f"{when}: {sample.text}  [reward {sample.reward:.2f}]")
+        print(f"before: {first.text}  [reward {first.reward:.2f}]")
+        print(f"after: {last.text}  [reward {last.reward:.2f}]")
     print(f"\nwrote {folder}")
 
 

@@ -158,7 +158,7 @@ def encode(
         return prompt_ids, []
     completion_ids = ids[len(prompt_ids) :]
     # Where a token spans both, such as two line breaks, the completion is tokenized alone, if its text stays.
-    if ids[: len(prompt_ids)] != prompt_ids:
+    if prompt_ids + completion_ids != ids:
         completion_ids = tokenizer(whole[len(before) :], add_special_tokens=False).input_ids
         if tokenizer.decode(prompt_ids + completion_ids) != tokenizer.decode(ids):
             raise CannotTrain("a token spans prompt and completion")
@@ -199,8 +199,7 @@ def decode_completion(tokenizer, prompt: Example, ids: list[int]) -> str:
     take the space in front of a text away.
     """
     prompt_ids = [] if tokenizer.chat_template else prompt.prompt_ids
-    before = tokenizer.decode(prompt_ids, skip_special_tokens=True)
-    whole = tokenizer.decode(prompt_ids + ids, skip_special_tokens=True)
+    before, whole = tokenizer.batch_decode([prompt_ids, prompt_ids + ids], skip_special_tokens=True)
     return whole[len(before) :]
 
 
@@ -226,6 +225,24 @@ def matmul_fp32(a, b):
     return a.to(dtype) @ b.to(dtype)
 
 
+def head_logits(hidden, weight, bias, start, block_size, softcap, temperature):
+    """A block of the head's logits / temperature, (N, block_size): columns `start` and following."""
+    tokens = slice(start, start + block_size)
+    z = matmul_fp32(hidden, weight[tokens].T)
+    if bias is not None:
+        z += bias[tokens]
+    if softcap:  # Gemma 2: softcap · tanh(z / softcap)
+        return z.div_(softcap).tanh_().mul_(softcap / temperature)
+    return z.div_(temperature)
+
+
+def locate(targets, start, size):
+    """(N, 1) each: the targets' columns in a block, or the nearest ones; and whether they are in it."""
+    columns = (targets - start)[:, None]
+    nearest = columns.clamp(0, size - 1)
+    return nearest, nearest == columns
+
+
 class HeadLogps(torch.autograd.Function):
     """log softmax(z)[target], (N,), of the logits z = head(hidden) / temperature, (N, V), in fp32 or wider.
 
@@ -237,24 +254,6 @@ class HeadLogps(torch.autograd.Function):
     """
 
     @staticmethod
-    def logits(hidden, weight, bias, start, block_size, softcap, temperature):
-        """A block of z (N, block_size): columns `start` and following."""
-        tokens = slice(start, start + block_size)
-        z = matmul_fp32(hidden, weight[tokens].T)
-        if bias is not None:
-            z += bias[tokens]
-        if softcap:  # Gemma 2: softcap · tanh(z / softcap)
-            return z.div_(softcap).tanh_().mul_(softcap / temperature)
-        return z.div_(temperature)
-
-    @staticmethod
-    def locate(targets, start, size):
-        """(N, 1) each: the targets' columns in a block, or the nearest ones; and whether they are in it."""
-        columns = (targets - start)[:, None]
-        nearest = columns.clamp(0, size - 1)
-        return nearest, nearest == columns
-
-    @staticmethod
     def forward(ctx, hidden, targets, weight, bias, block_size, softcap, temperature, keep):
         # hidden (N, D), targets (N,), weight (V, D), bias (V,) or None
         ctx.settings = (block_size, softcap, temperature)
@@ -264,10 +263,10 @@ class HeadLogps(torch.autograd.Function):
         L = hidden.new_full((N, 1), -math.inf, dtype=dtype)  # of the blocks so far
         z_target = torch.full_like(L, math.nan)  # it stays so if a token is not in the vocabulary
         for start in range(0, len(weight), block_size):
-            z = HeadLogps.logits(hidden, weight, bias, start, *ctx.settings)
+            z = head_logits(hidden, weight, bias, start, *ctx.settings)
             L_block = z.logsumexp(-1, keepdim=True)
             L = torch.logaddexp(L, L_block)
-            columns, inside = HeadLogps.locate(targets, start, z.shape[1])
+            columns, inside = locate(targets, start, z.shape[1])
             z_target = torch.where(inside, z.gather(1, columns), z_target)
             if keep:
                 ctx.kept.append(z)
@@ -289,10 +288,10 @@ class HeadLogps(torch.autograd.Function):
             if ctx.kept:
                 z = ctx.kept.pop(0)
             else:
-                z = HeadLogps.logits(hidden, weight, bias, start, *ctx.settings)
+                z = head_logits(hidden, weight, bias, start, *ctx.settings)
             if softcap:
                 slope = 1 - (z * (temperature / softcap)) ** 2  # of tanh
-            columns, inside = HeadLogps.locate(targets, start, z.shape[1])
+            columns, inside = locate(targets, start, z.shape[1])
             # In place: one more tensor of this size would double the peak of the backward pass.
             d_z = z.sub_(L).exp_().mul_(-d_logps)
             d_z.scatter_add_(1, columns, torch.where(inside, d_logps, 0))
@@ -315,7 +314,6 @@ def loop_attention(
     value,
     attention_mask,
     starts=None,
-    longest=None,
     **options,
 ):
     """Causal attention within each of the sequences that stand in one row, (1, heads, ΣT, head size).
@@ -388,8 +386,7 @@ def choose_attention(model, longest: int) -> str:
     text = torch.arange(1, 17, device=model.device) % config.vocab_size
     half = text[:8]
     logits = model(input_ids=half[None], use_cache=False).logits[0]  # (8, V)
-    predictions = logits[:-1].float()
-    expected = -F.cross_entropy(predictions, half[1:], reduction="none")  # (7,)
+    expected = -F.cross_entropy(logits[:-1].float(), half[1:], reduction="none")  # (7,)
 
     own = model.config._attn_implementation
     window = getattr(config, "sliding_window", None) or longest  # the packed ones have none
@@ -423,21 +420,20 @@ def choose_attention(model, longest: int) -> str:
 def pack(input_ids, selected) -> tuple:
     """The sequences one behind the other, without padding: a model's inputs, (1, ΣT).
 
-    Also returns which of these tokens predict a selected one, (1, ΣT). The last one of a sequence predicts
-    none, and is left out.
+    Also returns which tokens these are, (B, T): what stands before the last selected one of a sequence, which
+    itself predicts none.
     """
     positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     lengths = (positions * selected).amax(1)  # (B,), the last selected place: what stands before it is read
     starts = F.pad(lengths.cumsum(0), (1, 0))  # (B + 1,), with the end
     read = positions < lengths[:, None]
-    predicting = selected.roll(-1, 1)  # a token is predicted one place before
     inputs = {
         "input_ids": input_ids[read][None],
         "position_ids": positions[read][None],
         "starts": starts.int(),
         "longest": lengths.max().item(),
     }
-    return inputs, predicting[read][None]
+    return inputs, read
 
 
 def token_logps(
@@ -469,11 +465,11 @@ def token_logps(
     targets = input_ids[selected]  # (N,)
     block_size = max_logits // max(1, len(targets))
     block_size = max(256, block_size // 256 * 256)  # GPUs like multiples
+    inputs = {"input_ids": input_ids}
+    predicting = selected.roll(-1, 1)  # a token is predicted one place before
     if model.config._attn_implementation in PACKED:
-        inputs, predicting = pack(input_ids, selected)
-    else:
-        inputs = {"input_ids": input_ids}
-        predicting = selected.roll(-1, 1)
+        inputs, read = pack(input_ids, selected)
+        predicting = predicting[read][None]
 
     def head_logps(hidden):  # (B, T, D) -> (N,)
         keep = torch.is_grad_enabled() and len(targets) * len(head.weight) <= max_kept
@@ -525,13 +521,11 @@ def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int = 16384):
 @torch.no_grad()
 def completion_logps(model, examples: list[Example]) -> tuple:
     """`token_logps` of all examples, by all ranks together, and the mask, (B, T) float64 each, on the CPU."""
-    rank = dist.get_rank()
     world = dist.get_world_size()
     input_ids, mask = pad_batch(examples, model.device)
     logps = torch.zeros_like(mask, dtype=torch.float64)
     lengths = [example.length for example in examples]
-    micro_batches = make_micro_batches(lengths, world)
-    for indices in micro_batches[rank::world]:
+    for indices in make_micro_batches(lengths, world)[dist.get_rank() :: world]:
         # A rank with nothing to do must still take part in gathering weights: it reads some example.
         rows = indices or [0]
         longest = max(lengths[i] for i in rows)
@@ -547,19 +541,19 @@ def max_positions(config):
     return getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
 
 
-def check_positions(config, max_length: int, max_prompt_length: int, max_new_tokens: int):
-    """Raises ValueError if sequences may be longer than a model can read.
+def check_positions(config, longest: int, max_new_tokens: int):
+    """Raises ValueError if a model cannot read `longest` tokens, of which it samples `max_new_tokens`.
 
     Learned positions end there. Dynamic and long RoPE change for a whole pass if one sequence in it is longer
     than the original positions. With other RoPE training may go beyond, and the sampler ends samples there.
     """
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {"rope_type": "none"}  # learned
     positions = max_positions(config)
-    longest = max_new_tokens
     kinds = str(rope)  # as text, since some models have one for each type of layer
     if "none" in kinds or "dynamic" in kinds or "longrope" in kinds:
         positions = rope.get("original_max_position_embeddings") or positions
-        longest = max(max_length, max_prompt_length + max_new_tokens)
+    else:
+        longest = max_new_tokens
     if longest > positions:
         flags = "--max-new-tokens, --max-prompt-length, --max-length"
         raise ValueError(f"{longest} tokens, and it has {positions} positions: lower {flags}")
@@ -623,8 +617,12 @@ class TransformersEngine:
     ranks = 1  # that share an engine
 
     def __init__(self, sampler):
-        options = dict(dtype=sampler.dtype, trust_remote_code=sampler.trust_remote_code)
-        self.model = load_pretrained(AutoModelForCausalLM, sampler.model, **options)
+        self.model = load_pretrained(
+            AutoModelForCausalLM,
+            sampler.model,
+            dtype=sampler.dtype,
+            trust_remote_code=sampler.trust_remote_code,
+        )
         self.model.to(sampler.device).eval()
         self.model.generation_config = GenerationConfig()  # none of the model's own settings
         self.batch_size = sampler.batch_size
@@ -770,7 +768,7 @@ class Sampler:
         self.running = None  # the engine, which starts when it is needed first
         if self.reward_model:
             self.judge = load_reward_model(self.reward_model, self.dtype, self.trust_remote_code)
-            check_positions(self.judge[0].config, self.max_length, 0, 0)  # not with ordinary RoPE
+            check_positions(self.judge[0].config, self.max_length, 0)
 
     @torch.no_grad()
     def sample(self, policy, prompts: list[Example], count: int, seed: tuple):
@@ -784,7 +782,7 @@ class Sampler:
         with unchanged_process(self.device):
             if self.running is None:
                 engine = TransformersEngine
-                if self.engine == "vllm" or (self.engine == "auto" and find_spec("vllm")):
+                if self.engine != "hf" and find_spec("vllm"):
                     engine = VllmEngine
                 self.max_length = min(self.max_length, max_positions(policy.config))
                 self.running = engine(self)
@@ -809,8 +807,7 @@ class Sampler:
             model.to(self.device)
             rewards = reward_scores(model, tokenizer, samples).tolist()
             model.to("cpu")  # while the policy trains
-            for i, reward in enumerate(rewards):
-                samples[i] = samples[i]._replace(reward=reward)
+            samples = [sample._replace(reward=reward) for sample, reward in zip(samples, rewards)]
 
         metrics = {"rollout/logp_diff_mean": difference}
         for name, values in sample_statistics(samples).items():
@@ -824,18 +821,18 @@ class Sampler:
 
         A batch of prompts has its own random seed, so that samples do not depend on the number of ranks.
         """
-        engine = dist.get_rank() // self.running.ranks
-        engines = dist.get_world_size() // self.running.ranks
+        ranks = self.running.ranks  # of an engine
+        engines = dist.get_world_size() // ranks
         size = self.running.batch_size
         batches = []  # (prompts, random seed)
         for first in range(0, len(prompts), size):
             sequence = np.random.SeedSequence((*seed, first))
             batch_seed = int(sequence.generate_state(1)[0])
             batches.append((prompts[first : first + size], batch_seed))
-        own = self.running.generate(batches[engine::engines])
+        own = self.running.generate(batches[dist.get_rank() // ranks :: engines])
         of_ranks = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, own)
-        of_engines = of_ranks[:: self.running.ranks]  # all ranks of one have the same
+        of_engines = of_ranks[::ranks]  # all ranks of one have the same
         outputs = []
         for i in range(len(batches)):
             for ids, logps in of_engines[i % engines][i // engines]:
@@ -881,12 +878,11 @@ def reward_input(tokenizer, sample: Example) -> str:
     """
     messages = as_messages(sample.prompt)
     if tokenizer.chat_template:
-        answered = [*messages, {"role": "assistant", "content": sample.text}]
-        return render(tokenizer, answered, continue_final_message=not sample.finished)
-    prompt = "\n".join(message["content"] for message in messages)
-    text = prompt + sample.text
+        messages.append({"role": "assistant", "content": sample.text})
+        return render(tokenizer, messages, continue_final_message=not sample.finished)
+    text = "\n".join(message["content"] for message in messages) + sample.text
     if sample.finished:
-        return text + (tokenizer.eos_token or "")
+        text += tokenizer.eos_token or ""
     return text
 
 
@@ -901,8 +897,7 @@ def reward_scores(model, tokenizer, samples: list[Example]):
             raise ValueError("--reward-model: most tokens of a sample are unknown to its tokenizer")
         encoded.append(ids)
     shortest_first = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
-    longest = len(encoded[shortest_first[-1]])
-    size = max(1, 16384 // longest)
+    size = max(1, 16384 // max(map(len, encoded)))
     pad_id = model.config.get_text_config().pad_token_id
     if pad_id is None:  # without one the model cannot find the last token of a padded row
         pad_id = 0
@@ -916,7 +911,7 @@ def reward_scores(model, tokenizer, samples: list[Example]):
         input_ids = pad_rows(rows, model.device, pad_id)
         attention_mask = pad_rows([[1] * len(row) for row in rows], model.device)
         output = model(input_ids=input_ids, attention_mask=attention_mask)
-        score = output.score if hasattr(output, "score") else output.logits  # (b,) or (b, 1)
+        score = getattr(output, "score", output.logits)  # (b,) or (b, 1)
         scores[indices] = score.double().view(len(indices))
     dist.all_reduce(scores)
     if not scores.isfinite().all():
@@ -930,10 +925,9 @@ def sample_statistics(samples: list[Example]) -> dict:
     statistics = {
         "length": [len(sample.completion_ids) for sample in samples],
         "finished": [sample.finished for sample in samples],
-        "reward": [sample.reward for sample in samples],
     }
-    if math.isnan(samples[0].reward):
-        del statistics["reward"]
+    if not math.isnan(samples[0].reward):
+        statistics["reward"] = [sample.reward for sample in samples]
     return {name: torch.tensor(values, dtype=torch.float64) for name, values in statistics.items()}
 
 

@@ -1,4 +1,4 @@
-"""One of four ranks, two copies of two shards: sums over the copies in every pass, or in the last."""
+"""One of four ranks, two copies of two shards: gradients that are summed in every pass, or in the last."""
 
 import json
 import os
@@ -21,12 +21,15 @@ if __name__ == "__main__":
         ids = [5 + (7 * place + 3 * rank + number) % 20 for place in range(12 + rank)]
         passes.append(utils.pad_batch([utils.Example("", ids[:3], ids[3:])], device))
     of_ways = []
-    for every_pass in (True, False):
+    for shards, copies in ((True, True), (True, False), (False, False)):  # in every pass
         for number, (input_ids, mask) in enumerate(passes, 1):
-            policy.set_requires_all_reduce(every_pass or number == len(passes))
+            last = number == len(passes)
+            policy.set_requires_gradient_sync(shards or last)
+            policy.set_requires_all_reduce(copies or last)
             utils.token_logps(policy, input_ids, mask).sum().backward()
         of_ways.append([parameter.grad.full_tensor().clone() for parameter in policy.parameters()])
         policy.zero_grad()
-    for gradient, expected in zip(*of_ways):
-        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4)  # stored in fp32
+    for way in of_ways[1:]:
+        for gradient, expected in zip(way, of_ways[0]):
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4)  # stored in fp32
     assert any(gradient.abs().max() > 0 for gradient in of_ways[0])

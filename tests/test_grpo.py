@@ -383,7 +383,7 @@ NO_SCORE = "ValueError: every completion needs a score"
         (FIVE, ["--batch-size", "7"], "--batch-size 7 is not a multiple of --group-size 2"),
         (FIVE, ["--group-size", "1"], "--group-size 1 is out of range"),
         (FIVE, ["--batch-size", "12"], "data.jsonl: 5 rows do not fill a batch of 6"),
-        (FIVE, ["--group-size", "4"], "a row has not --group-size completions"),
+        (FIVE, ["--group-size", "4"], "every row needs --group-size completions"),
         (FIVE, ["--online", "--group-size", "4", "--batch-size", "24"], "5 rows do not fill a batch of 6"),
     ],
 )

@@ -100,20 +100,20 @@ CONFIGS = {  # whether a sequence beyond its positions is an error, or samples a
 def test_lengths_beyond_a_models_positions_are_an_error_with_both_numbers(kind):
     """Learned positions end there; others change for a whole pass. Else samples alone must fit."""
     config, strict = CONFIGS[kind]
-    utils.check_positions(config, max_length=1024, max_prompt_length=100, max_new_tokens=924)
-    for lengths in ((1025, 100, 900), (1024, 101, 924), (10, 0, 1025)):
+    utils.check_positions(config, longest=1024, max_new_tokens=924)
+    for lengths in ((1025, 900), (1025, 1025)):
         if not strict and lengths[-1] <= 1024:
             utils.check_positions(config, *lengths)
             continue
         with pytest.raises(ValueError, match="1025 tokens.* it has 1024 positions.*--max-new-tokens"):
             utils.check_positions(config, *lengths)
-    utils.check_positions(AutoConfig.for_model("bloom"), *[10**6] * 3)  # it has no positions
+    utils.check_positions(AutoConfig.for_model("bloom"), 10**6, 10**6)  # it has no positions
     # Llama 3.1's and YaRN's original positions are no limit: they are stretched for good.
     stretched = rope(
         "llama3", original_max_position_embeddings=8192, low_freq_factor=1.0, high_freq_factor=4.0
     )
     config = AutoConfig.for_model("llama", rope_parameters=stretched, max_position_embeddings=131072)
-    utils.check_positions(config, max_length=20_000, max_prompt_length=1000, max_new_tokens=20_000)
+    utils.check_positions(config, longest=21_000, max_new_tokens=20_000)
 
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
