@@ -1,6 +1,7 @@
 """Runs the scripts for real, in one or several ranks, and reads what they wrote."""
 
 import contextlib
+import gzip
 import itertools
 import json
 import multiprocessing.forkserver
@@ -22,7 +23,7 @@ TOY = ROOT / "toy" / "bouquets"
 PAIRS = str(ROOT / "tests" / "pairs.jsonl")  # the first 128 pairs of the toy, for short runs
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # what torchrun sets
 SCRIPTS = ["dpo_humanline", "kto_humanline", "grpo_humanline"]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmark")]
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for the ranks too
 os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
 os.environ["PYTHONUNBUFFERED"] = "1"  # what a rank prints stands in its order
@@ -159,6 +160,49 @@ def refused(arguments, worker="worker.py", script="dpo_humanline") -> str:
 def metrics(folder: Path, without_perf: bool = False) -> list[dict]:
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not (without_perf and k.startswith("perf/"))} for line in lines]
+
+
+def read_rows(path) -> list[dict]:
+    """Of a .jsonl or .jsonl.gz file."""
+    open_file = gzip.open if str(path).endswith(".gz") else open
+    with open_file(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def write_rows(path: Path, rows) -> str:
+    """Into a .jsonl file; returns its name."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def agree(steps: list[dict], others: list[dict], keys=(), rel=1e-5):
+    """Two runs have logged the same; keys: of the metrics to compare, all by default."""
+    for a, b in zip(steps, others, strict=True):
+        assert a.keys() == b.keys()
+        for key in keys or a:
+            assert b.get(key) == pytest.approx(a.get(key), rel=rel, abs=1e-12), (key, a["step"])
+
+
+@pytest.fixture
+def kill_and_resume(monkeypatch, tmp_path):
+    """Runs with `flags` until rank 0 is killed, and resumes: it must be as if that run were `whole`."""
+
+    def check(whole: Path, flags: list[str], moment: str, script="dpo_humanline", ranks=1):
+        cut = tmp_path / "cut"
+        monkeypatch.setenv("KILL", moment)
+        processes = start_ranks(ranks, [[*flags, "--output-dir", str(cut)]], "killing_worker.py", script)
+        processes[0].join(timeout=120)
+        for other in processes[1:]:
+            other.kill()
+        finish(processes)
+        assert processes[0].exitcode == -9 and len(metrics(cut)) < len(metrics(whole))
+        monkeypatch.delenv("KILL")
+        run_ranks(ranks, [["--resume", str(cut)]], script=script)
+        assert metrics(cut, True) == metrics(whole, True)
+        for file in ("summary.json", "final/model.safetensors"):
+            assert (cut / file).read_bytes() == (whole / file).read_bytes(), file
+
+    return check
 
 
 def trl_settings(folder, batch: int, steps: int, lr: float) -> dict:

@@ -5,11 +5,10 @@
 
 import importlib
 import os
-import runpy
 import signal
-import sys
 import time
-from pathlib import Path
+
+import worker
 
 import run
 import utils
@@ -32,5 +31,4 @@ if __name__ == "__main__":
         return result
 
     setattr(owner, name, disturbed)
-    sys.argv[0] = str(Path(__file__).with_name("worker.py"))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    worker.main()

@@ -6,10 +6,9 @@ import importlib
 import json
 import os
 import re
-import sys
 from pathlib import Path
 
-from conftest import parse_args
+import worker
 
 
 def resident(name: str) -> float:
@@ -30,7 +29,5 @@ if __name__ == "__main__":
         return load_models(*arguments)
 
     script.load_models = measured
-    for port, arguments in zip(json.loads(os.environ["PORTS"]), json.loads(sys.argv[1])):
-        os.environ["MASTER_PORT"] = str(port)
-        script.main(parse_args(script, arguments))
+    worker.main()
     print(json.dumps({"before": before[-1], "peak": resident("VmHWM")}))

@@ -8,13 +8,13 @@ it were not resharded.
 import hashlib
 import json
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from conftest import parse_args
 from torch.distributed.tensor.debug import CommDebugMode
+from worker import argument_lists
 
 import dpo_humanline
 import utils
@@ -66,8 +66,7 @@ def watch(record: list) -> None:
 
 
 if __name__ == "__main__":
-    for port, arguments in zip(json.loads(os.environ["PORTS"]), json.loads(sys.argv[1])):
-        os.environ["MASTER_PORT"] = str(port)
+    for arguments in argument_lists():
         args = parse_args(dpo_humanline, arguments)
         steps = []
         watch(steps)

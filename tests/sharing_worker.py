@@ -1,9 +1,7 @@
 """worker.py with engines that two ranks share, as vLLM's do under --vllm-tensor-parallel 2."""
 
-import runpy
-from pathlib import Path
-
 import torch.distributed as dist
+import worker
 
 import utils
 
@@ -22,4 +20,4 @@ def generate_alike(self, batches):
 if __name__ == "__main__":
     utils.TransformersEngine.ranks = 2
     utils.TransformersEngine.generate = generate_alike
-    runpy.run_path(str(Path(__file__).with_name("worker.py")), run_name="__main__")
+    worker.main()

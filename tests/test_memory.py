@@ -4,14 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
+import memory
 import pytest
 import torch
-from conftest import ROOT, TOY, run_ranks
+from conftest import ROOT, TOY, run_ranks, write_rows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-sys.path.insert(0, str(ROOT / "benchmark"))
-import memory  # noqa: E402
 
 PARAMETERS = {  # published
     "llama-3-8b": 8_030_261_248,
@@ -22,10 +21,14 @@ STATE = {"parameters": 4, "gradients": 4, "Adam moments": 8}  # bytes of a param
 GIB = 2**30
 
 
-def estimates(*runs) -> list[dict]:
-    """In one process; presets have two layers."""
-    output = run_ranks(1, [[str(flag) for flag in run] for run in runs], "estimate_worker.py")
-    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+def estimate(*flags) -> dict:
+    """Presets have two layers."""
+    layers = memory.SHAPE.index("num_hidden_layers")
+    two_layers = {name: (*s[:layers], 2, *s[layers + 1 :]) for name, s in memory.PRESETS.items()}
+    with patch.object(memory, "PRESETS", two_layers):
+        phases = memory.estimate(*memory.parse([str(flag) for flag in flags]))
+    parts = max(phases.values(), key=lambda parts: sum(parts.values()))
+    return {"parts": parts, "peak": sum(parts.values()), "phases": phases}
 
 
 def sizes(config) -> list:
@@ -37,31 +40,23 @@ def sizes(config) -> list:
 def test_state_is_hand_arithmetic():
     """Each parameter is cut along its first dimension, and rank 0 has the first and largest part."""
     shapes = sizes(AutoConfig.from_pretrained(TOY / "policy"))
-    runs = [(1, "float32"), (4, "bfloat16"), (8, "bfloat16")]
     common = ["--model", "toy", "--micro-batch-tokens", 2500]  # a pair
-    found = estimates(*[[*common, "--ranks", ranks, "--dtype", dtype] for ranks, dtype in runs])
-    for (ranks, dtype), estimate in zip(runs, found):
+    for ranks, dtype, size in ((1, "float32", 4), (4, "bfloat16", 2), (8, "bfloat16", 2)):
+        found = estimate(*common, "--ranks", ranks, "--dtype", dtype)
         held = sum(-(-shape[0] // ranks) * shape[1:].numel() for shape in shapes)
-        state = STATE | {"reference": 2 if dtype == "bfloat16" else 4}
-        for name, count in state.items():
-            assert estimate["parts"][name] == count * held / GIB, name
-        assert sum(estimate["parts"].values()) == estimate["peak"]
+        for name, count in (STATE | {"reference": size}).items():
+            assert found["parts"][name] == count * held / GIB, name
 
 
 def test_a_budget_of_tokens_is_that_of_as_many_sequences_and_shards_are_those_of_a_machine():
     common = ["--model", "toy", "--ranks", 2, "--max-length", 100]
-    four_pairs, no_fifth, one_pass, larger, two_by_two = estimates(
-        [*common, "--micro-batch-tokens", 800],
-        [*common, "--micro-batch-tokens", 999],
-        [*common, "--batch-size", 8],
-        common,
-        ["--model", "toy", "--ranks", 4, "--max-length", 100, "--shard-size", 2],
-    )
-    assert four_pairs["parts"] == no_fifth["parts"]
-    activations = four_pairs["parts"]["activations"]
-    assert one_pass["parts"]["activations"] == activations
-    assert larger["parts"]["activations"] > 2 * activations
-    assert two_by_two["parts"]["Adam moments"] == larger["parts"]["Adam moments"]
+    four_pairs = estimate(*common, "--micro-batch-tokens", 800)["parts"]
+    assert estimate(*common, "--micro-batch-tokens", 999)["parts"] == four_pairs  # no fifth one
+    assert estimate(*common, "--batch-size", 8)["parts"]["activations"] == four_pairs["activations"]
+    larger = estimate(*common)["parts"]
+    assert larger["activations"] > 2 * four_pairs["activations"]
+    two_by_two = estimate(*common, "--ranks", 4, "--shard-size", 2)["parts"]
+    assert two_by_two["Adam moments"] == larger["Adam moments"]
 
 
 @pytest.mark.parametrize("preset", PARAMETERS)
@@ -73,12 +68,11 @@ def test_presets_have_the_published_number_of_parameters(preset):
 def test_every_script_and_preset():
     online = ["--online", "--reward-model", "llama-3-8b"]
     two_sequences = ["--micro-batch-tokens", 2500]
-    vllm, hf, math, gemma = estimates(
-        ["--script", "kto", "--model", "llama-3-8b", *online, "--vllm-memory", 0.5, "--gpu-memory", 40],
-        ["--script", "grpo", "--model", "qwen2.5-1.5b", *online, "--engine", "hf", *two_sequences],
-        ["--script", "grpo_math", "--ranks", 2],
-        ["--script", "dpo", "--model", "gemma-2-27b", *two_sequences, "--gradient-checkpointing"],
-    )
+    share = ["--vllm-memory", 0.5, "--gpu-memory", 40]
+    vllm = estimate("--script", "kto", "--model", "llama-3-8b", *online, *share)
+    hf = estimate("--script", "grpo", "--model", "qwen2.5-1.5b", *online, "--engine", "hf", *two_sequences)
+    math = estimate("--script", "grpo_math", "--ranks", 2)
+    gemma = estimate("--model", "gemma-2-27b", *two_sequences, "--gradient-checkpointing")
     assert vllm["phases"]["sampling"]["engine"] == 20 and "engine" not in vllm["phases"]["training"]
     layer = 2 * 4096 * 5120 + 3 * 4096 * 14336 + 2 * 4096
     judge = 128256 * 4096 + 2 * layer + 2 * 4096  # no head but 1 x 4096
@@ -94,10 +88,10 @@ def test_llama_3_8b_on_four_gpus():
     """docs/performance.md prints the peak."""
     flags = ["--model", "llama-3-8b", "--gradient-checkpointing", "--json"]
     output = subprocess.check_output([sys.executable, ROOT / "benchmark" / "memory.py", *flags])
-    estimate = json.loads(output)
+    found = json.loads(output)
     for name, count in (STATE | {"reference": 2}).items():
-        assert estimate["parts"][name] == count * PARAMETERS["llama-3-8b"] / 4 / GIB
-    assert estimate["peak"] == pytest.approx(40.23, abs=0.1)
+        assert found["parts"][name] == count * PARAMETERS["llama-3-8b"] / 4 / GIB
+    assert found["peak"] == pytest.approx(40.23, abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +118,7 @@ def material(tmp_path_factory) -> Path:
     AutoTokenizer.from_pretrained(TOY / "policy").save_pretrained(folder / "model")
     words = {"prompt": (61, "rose"), "chosen": (100, "ivy"), "rejected": (100, "holly")}
     row = {column: " ".join([word] * count) for column, (count, word) in words.items()}
-    (folder / "pairs.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    write_rows(folder / "pairs.jsonl", [row] * 8)
     return folder
 
 
@@ -143,8 +137,8 @@ def test_estimate_is_the_measured_peak(material, tmp_path, script, ranks, flags,
     first = [*common, "--model", f"{TOY}/policy", "--output-dir", f"{tmp_path}/first"]
     runs = [first, [*common, "--model", f"{material}/model", "--output-dir", f"{tmp_path}/second"]]
     measured = json.loads(run_ranks(ranks, runs, "memory_worker.py", f"{script}_humanline").splitlines()[-1])
-    (estimate,) = estimates(["--script", script, "--ranks", ranks, "--model", f"{material}/model", *common])
+    found = estimate("--script", script, "--ranks", ranks, "--model", f"{material}/model", *common)
     peak = measured["peak"] - measured["before"]
-    assert estimate["peak"] == pytest.approx(peak, rel=0.1)
+    assert found["peak"] == pytest.approx(peak, rel=0.1)
     for name in ("parameters", "reference", *visible):
-        assert estimate["peak"] - estimate["parts"][name] < 0.9 * peak
+        assert found["peak"] - found["parts"][name] < 0.9 * peak

@@ -10,6 +10,19 @@ import torch.distributed as dist
 from conftest import parse_args
 
 
+def argument_lists():
+    """Those of the runs of this rank, one after the other, each with a port of its own."""
+    for port, arguments in zip(json.loads(os.environ["PORTS"]), json.loads(sys.argv[1])):
+        os.environ["MASTER_PORT"] = str(port)
+        yield arguments
+
+
+def main():
+    script = importlib.import_module(os.environ["SCRIPT"])
+    for arguments in argument_lists():
+        script.main(parse_args(script, arguments))
+
+
 def run_here(script, *arguments):
     """main of a script in this process; returns the last argument, the run's folder."""
     try:
@@ -23,7 +36,4 @@ def run_here(script, *arguments):
 
 
 if __name__ == "__main__":
-    script = importlib.import_module(os.environ["SCRIPT"])
-    for port, arguments in zip(json.loads(os.environ["PORTS"]), json.loads(sys.argv[1])):
-        os.environ["MASTER_PORT"] = str(port)
-        script.main(parse_args(script, arguments))
+    main()
