@@ -33,44 +33,44 @@ def curve(folder: str | Path, key: str) -> dict[int, float]:
     if not (folder / "args.json").exists():
         raise ValueError(f"{folder}: no run is here (no args.json of one)")
     num_steps = json.loads((folder / "args.json").read_text())["num_steps"]
-    lines = []
+    evaluations = {}  # {steps done: {metric: (mean, standard error)}}
+    if (folder / "summary.json").exists():
+        summary = json.loads((folder / "summary.json").read_text())
+        evaluations = {0: summary["before"], num_steps: summary["after"]}
+    points = {}
+    known = set().union(*evaluations.values())
+    steps = 0
     if (folder / "metrics.jsonl").exists():
         for line in (folder / "metrics.jsonl").read_text(errors="replace").splitlines(keepends=True):
             if line.endswith("}\n"):  # a killed run's last may be cut
-                lines.append(json.loads(line))
-    summary = {"before": {}, "after": {}}
-    if (folder / "summary.json").exists():
-        summary = json.loads((folder / "summary.json").read_text())
-    points = {}
-    if key in summary["before"]:
-        points[0] = summary["before"][key][0]
-    for line in lines:
-        if key in line:
-            points[line["step"] + 1] = line[key]
-    if lines and key in summary["after"] and lines[-1]["step"] + 1 == num_steps:  # else it is being extended
-        points.setdefault(num_steps, summary["after"][key][0])
+                found = json.loads(line)
+                steps = found["step"] + 1
+                known |= found.keys() - {"step"}
+                if key in found:
+                    points[steps] = found[key]
+    for step, values in evaluations.items():
+        if key in values and step <= steps:  # the last is not one yet of a run that is extended
+            points.setdefault(step, values[key][0])
     if not points:
-        known = sorted(set(summary["before"]).union(*lines) - {"step"})
-        raise ValueError(f"{folder}: no metric {key}; it has {', '.join(known) or 'none yet'}")
-    return points
-
-
-def smoothed(points: dict[int, float], steps: int) -> dict[int, float]:
-    """At every point the mean over those of the last `steps` steps: nothing comes from the future."""
-    means = {}
-    for now in points:
-        recent = [value for step, value in points.items() if now - steps < step <= now]
-        means[now] = float(np.mean(recent))
-    return means
+        raise ValueError(f"{folder}: no metric {key}; it has {', '.join(sorted(known)) or 'none yet'}")
+    return dict(sorted(points.items()))
 
 
 def collect(folders: list, key: str, smooth: int = 1) -> tuple[list[int], np.ndarray]:
-    """The steps that all runs have a value at, and these values (runs, steps)."""
-    runs = [smoothed(curve(folder, key), smooth) for folder in folders]
+    """The steps that all runs have a value at, and these values (runs, steps).
+
+    Each is the mean over those of the last `smooth` steps: nothing comes from the future.
+    """
+    runs = [curve(folder, key) for folder in folders]
     steps = sorted(set(runs[0]).intersection(*runs))
     if not steps:
         raise ValueError(f"{key}: the runs {', '.join(map(str, folders))} have no step in common")
-    return steps, np.array([[run[step] for step in steps] for run in runs])
+    values = np.empty((len(runs), len(steps)))
+    for i, points in enumerate(runs):
+        for j, now in enumerate(steps):
+            recent = [value for step, value in points.items() if now - smooth < step <= now]
+            values[i, j] = np.mean(recent)
+    return steps, values
 
 
 def interval(values: np.ndarray) -> np.ndarray:

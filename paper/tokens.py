@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import utils  # noqa: E402
 from run import exit_on_error, fail, find_checkpoints  # noqa: E402
 
+SCALE = 1.5  # nats, of the full colours; humanline's own bounds
 # Black text can be read on both, and eyes that mix red and green can tell them apart.
 ORANGE = (230, 97, 1)
 BLUE = (75, 143, 214)
@@ -53,10 +54,7 @@ def open_run(run: Path) -> tuple:
     """The script of a run, its flags, a process group's device, tokenizer, and ids that end a turn."""
     try:
         saved = json.loads((run / "args.json").read_text())
-        name = saved.pop("script")
-        if not name.endswith("_humanline"):
-            raise ValueError(f"a run of {name}")
-        script = importlib.import_module(name)
+        script = importlib.import_module(saved.pop("script"))
         args = script.Args(**saved)
     except Exception as error:
         raise SystemExit(f"error: {run}: no run is here ({type(error).__name__}: {error})") from None
@@ -78,22 +76,21 @@ def find_checkpoint(run: Path, step: int) -> Path:
     fail(f"--step {step}: of {run}'s checkpoints there are {known}; --keep-checkpoints 0 keeps all")
 
 
-def load_models(script, args, checkpoint: Path, device) -> list:
+def load_models(script, args, checkpoint: Path, device) -> tuple:
     """Policy and reference of a checkpoint, in the run's dtypes."""
     reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
-    models = dict(zip(("policy", "reference"), script.load_models(args, reference_dtype, device)))
+    models = script.load_models(args, reference_dtype, device)
     with exit_on_error(f"{checkpoint} is damaged, or another model's", BaseException):
-        weights = {name: dcp_state.get_model_state_dict(model) for name, model in models.items()}
-        dcp.load(weights, checkpoint_id=checkpoint)
-        for name, model in models.items():
-            dcp_state.set_model_state_dict(model.eval(), weights[name])
-    return [*models.values()]
+        for name, model in zip(("policy", "reference"), models):
+            weights = dcp_state.get_model_state_dict(model)
+            dcp.load({name: weights}, checkpoint_id=checkpoint)  # in place
+    return models
 
 
 def held_out_groups(script, args, tokenizer, eos_ids, rows: int) -> list[tuple]:
     """The first ones that have completions, the best first."""
     groups = []
-    if args.eval_dataset and not hasattr(args, "sample_every"):
+    if args.eval_dataset:
         groups = script.load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
     groups = [group for group in groups if group[0].completion_ids]
     if not groups:
@@ -102,11 +99,10 @@ def held_out_groups(script, args, tokenizer, eos_ids, rows: int) -> list[tuple]:
 
 
 @torch.no_grad()
-def score(script, args, models: list, group: tuple, tokenizer) -> list[list[dict]]:
+def score(script, args, models: tuple, group: tuple, tokenizer) -> list[list[dict]]:
     """The tokens of every completion of a group: text, id, log-probs under policy and reference, log-ratio.
 
-    cut: it is outside humanline's bounds. eps: GRPO's clip to 1 ± ε takes its ratio's gradient. alone:
-    without humanline clipping it would have one.
+    cut: it is outside humanline's bounds. eps: GRPO's clip to 1 ± ε takes its ratio's gradient.
     """
     input_ids, mask = utils.pad_batch(group, models[0].device)  # (B, T)
     logps, ref_logps = (utils.token_logps(model, input_ids, mask).double() for model in models)
@@ -114,13 +110,11 @@ def score(script, args, models: list, group: tuple, tokenizer) -> list[list[dict
     clipped = script.clip_log_ratio(args, log_ratio)
     cut = clipped != log_ratio
     eps = torch.zeros_like(cut)
-    alone = cut
     if hasattr(script, "grpo_loss"):
         A = advantages(script, group).to(logps)
         *_, eps = script.grpo_loss(clipped, log_ratio, A, args.beta, args.epsilon)
-        alone = cut & ~eps & (A != 0)[:, None]
     columns = {"id": input_ids, "logp": logps, "ref_logp": ref_logps, "log_ratio": log_ratio}
-    columns |= {"clipped": clipped, "cut": cut, "eps": eps, "alone": alone}
+    columns |= {"clipped": clipped, "cut": cut, "eps": eps}
     completions = []
     for row, inside in enumerate(mask.bool()):
         lists = [column[row][inside].tolist() for column in columns.values()]
@@ -145,77 +139,67 @@ def show(tokenizer, token: int) -> str:
 
 
 # === Page ===
-def colour(log_ratio: float, scale: float) -> str:
-    """From orange (-scale nats and below) by white (0) to blue (scale and above)."""
-    share = min(1.0, abs(log_ratio) / scale)
+def colour(log_ratio: float) -> str:
+    """From orange (-SCALE and below) by white (0) to blue (SCALE and above)."""
+    share = min(1.0, abs(log_ratio) / SCALE)
     end = ORANGE if log_ratio < 0 else BLUE
     return "#" + "".join(f"{round(255 + share * (channel - 255)):02x}" for channel in end)
 
 
-def completion_html(title: str, completion: list[dict], scale: float) -> str:
-    spans = []
-    for token in completion:
-        numbers = f"log π_θ {token['logp']:.4f}, log π_ref {token['ref_logp']:.4f}, "
-        numbers += f"log-ratio {token['log_ratio']:+.4f} nats, id {token['id']}"
-        kind = "t"
-        if token["cut"]:
-            numbers += ", humanline clips it"
-            kind += " cut"
-        if token["eps"]:
-            numbers += ", 1 ± ε clips it"
-            kind += " eps"
-        style = f"background:{colour(token['log_ratio'], scale)}"
-        text = html.escape(token["text"])
-        spans.append(f'<span class="{kind}" style="{style}" title="{numbers}">{text}</span>')
-    total = sum(token["log_ratio"] for token in completion)
-    clipped = sum(token["clipped"] for token in completion)
-    heading = f"<h2>{title}; Σ log-ratio {total:+.2f} nats, clipped {clipped:+.2f}</h2>"
-    return f'<div>{heading}<div class="tokens">{"<wbr>".join(spans)}</div></div>'
+def token_html(token: dict) -> str:
+    numbers = f"log π_θ {token['logp']:.4f}, log π_ref {token['ref_logp']:.4f}, "
+    numbers += f"log-ratio {token['log_ratio']:+.4f} nats, id {token['id']}"
+    kind = "t"
+    if token["cut"]:
+        numbers += ", humanline clips it"
+        kind += " cut"
+    if token["eps"]:
+        numbers += ", 1 ± ε clips it"
+        kind += " eps"
+    style = f"background:{colour(token['log_ratio'])}"
+    return f'<span class="{kind}" style="{style}" title="{numbers}">{html.escape(token["text"])}</span>'
 
 
-def group_html(script, tokenizer, group: tuple, completions: list, scale: float) -> str:
+def group_html(script, tokenizer, group: tuple, completions: list) -> str:
     """A section: the prompt, and its completions side by side."""
     prompt = html.escape(tokenizer.decode(group[0].prompt_ids))
-    titles = [f"reward {example.reward:g}" for example in group]
-    if hasattr(script, "grpo_loss"):
-        titles = [f"{title}, A = {A:+.2f}" for title, A in zip(titles, advantages(script, group).tolist())]
-    parts = [completion_html(*both, scale) for both in zip(titles, completions)]
-    columns = f"<div class=pair>{''.join(parts)}</div>"
-    return f"<section><div class=prompt><code>{prompt}</code></div>{columns}</section>\n"
+    columns = ""
+    for i, completion in enumerate(completions):
+        title = f"reward {group[i].reward:g}"
+        if hasattr(script, "grpo_loss"):
+            title += f", A = {advantages(script, group)[i]:+.2f}"
+        total = sum(token["log_ratio"] for token in completion)
+        clipped = sum(token["clipped"] for token in completion)
+        columns += f"<div><h2>{title}; Σ log-ratio {total:+.2f} nats, clipped {clipped:+.2f}</h2>"
+        columns += f'<div class="tokens">{"<wbr>".join(map(token_html, completion))}</div></div>'
+    heading = f"<div class=prompt><code>{prompt}</code></div>"
+    return f"<section>{heading}<div class=pair>{columns}</div></section>\n"
 
 
 def page(script, args, progress: dict, tokenizer, groups: list, scored: list) -> str:
-    scale = max(-args.log_epsilon_P, args.log_epsilon_R)
-    if scale >= 20:  # bounds that are off
-        scale = 1.5
-    gradient = f"linear-gradient(90deg, {colour(-scale, scale)}, #fff, {colour(scale, scale)})"
-    ticks = f"<span>{-scale:+.3g}</span><span>0</span><span>{scale:+.3g}</span>"
+    gradient = f"linear-gradient(90deg, {colour(-SCALE)}, #fff, {colour(SCALE)})"
     text = f"""{PAGE}
 <p><code>{Path(script.__file__).name}</code>, seed {args.seed}, after {progress["step"]} optimizer steps; the
 reference is the policy after {progress["last_sync"]} (k = {args.k}). The first {len(groups)} of the
 held-out data. Hover over a token for its log-probs. Orange: less likely than under the reference, nats:</p>
-<div class="bar" style="background:{gradient}">{ticks}</div>
+<div class="bar" style="background:{gradient}"><span>{-SCALE}</span><span>0</span><span>+{SCALE}</span></div>
 """
     if args.humanline and args.clip:
         bounds = f"[{args.log_epsilon_P:g}, {args.log_epsilon_R:g}]"
-        text += (
-            f'<p><span class="t cut">token</span> outside {bounds}: humanline clipping removes its gradient '
-        )
-        text += f"({share(scored, 'cut')} here)</p>\n"
+        text += f'<p><span class="t cut">token</span> outside {bounds}: humanline clipping removes its '
+        text += f"gradient ({share(scored, 'cut')} here)</p>\n"
     if hasattr(script, "grpo_loss"):
         text += f'<p><span class="t eps">token</span> the clip to 1 ± {args.epsilon:g} removes its gradient '
-        text += (
-            f"({share(scored, 'eps')}), but not that of the KL penalty. Humanline's alone removes that of "
-        )
-        text += f"{share(scored, 'alone')}.</p>\n"
+        text += f"({share(scored, 'eps')}), but not that of the KL penalty.</p>\n"
     for group, completions in zip(groups, scored):
-        text += group_html(script, tokenizer, group, completions, scale)
+        text += group_html(script, tokenizer, group, completions)
     return f"{text}</html>\n"
 
 
 def share(scored: list, mark: str) -> str:
     """Of the tokens with a mark."""
-    marks = [token[mark] for completions in scored for completion in completions for token in completion]
+    tokens = sum(sum(scored, []), [])
+    marks = [token[mark] for token in tokens]
     return f"{sum(marks) / len(marks):.1%}"
 
 
