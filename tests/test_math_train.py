@@ -1,51 +1,39 @@
 """paper/math_train.py: the 12,000 problems of MATH that are not in MATH500, or one line that says why not."""
 
-import gzip
-import json
-import subprocess
-import sys
-
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, SHARED
+from conftest import SHARED, read_rows, write_rows
+
+from paper import math_train
 
 REAL = SHARED / "math"
-
-
-def problem(number: int) -> dict:
-    return {
-        "problem": f"What is {number} + 1?",
-        "solution": f"It is $\\boxed{{{number + 1}}}$.",
-        "level": "1",
-    }
-
-
-MATH = [problem(number) for number in range(12_500)]
+MATH = []
+for number in range(12_500):
+    MATH.append({"problem": f"What is {number} + 1?", "solution": f"It is $\\boxed{{{number + 1}}}$."})
 # White space is no matter.
 MATH500 = [row | {"problem": f" {row['problem']}\n", "answer": "?"} for row in MATH[::25]]
 
 
-def write(path, rows):
-    with (gzip.open if path.suffix == ".gz" else open)(path, "wt") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    return str(path)
-
-
-def math_train(folder, *flags, out="math_train.jsonl"):
+@pytest.fixture
+def made(tmp_path, monkeypatch):
     """The rows written, or what the program says that must stop with an error."""
-    command = [sys.executable, str(ROOT / "paper" / "math_train.py"), *flags, "--out", out]
-    env = {"HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "1", "PATH": ""}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
-    if done.returncode == 0:
-        return [json.loads(line) for line in (folder / out).read_text().splitlines()]
-    assert done.returncode == 1 and not (folder / "math_train.jsonl").exists()
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ")
-    return line
+    monkeypatch.chdir(tmp_path)
+    for module in ("datasets.config", "huggingface_hub.constants"):
+        monkeypatch.setattr(f"{module}.HF_HUB_OFFLINE", True)
+
+    def run(math, math500="test.jsonl", out="math_train.jsonl"):
+        try:
+            math_train.main(math, math500, tmp_path / out)
+        except SystemExit as stop:
+            assert stop.code.startswith("error: ") and not (tmp_path / "math_train.jsonl").exists()
+            return stop.code
+        return read_rows(tmp_path / out)
+
+    return run
 
 
-def test_every_configuration_and_split_of_a_data_set_is_read(tmp_path):
+def test_every_configuration_and_split_of_a_data_set_is_read(tmp_path, made):
     """Of one like EleutherAI/hendrycks_math: for each subject a configuration with both splits."""
     folder = tmp_path / "hendrycks_math"
     card = "---\nconfigs:\n"
@@ -58,18 +46,16 @@ def test_every_configuration_and_split_of_a_data_set_is_read(tmp_path):
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(part), folder / file)
             card += f"  - split: {split}\n    path: {subject}/{split}-*\n"
     (folder / "README.md").write_text(card + "---\n")
-    rows = math_train(tmp_path, "--math", str(folder), "--math500", write(tmp_path / "test.jsonl", MATH500))
+    rows = made((str(folder),), write_rows(tmp_path / "test.jsonl", MATH500))
     wanted = {row["problem"]: row["solution"] for i, row in enumerate(MATH) if i % 25}
     assert len(rows) == 12_000 and {row["problem"]: row["solution"] for row in rows} == wanted
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason=f"no real data in {REAL}")
-def test_the_real_files(tmp_path):
+def test_the_real_files(made):
     train, test = str(REAL / "prm800k_split_train_12000.jsonl.gz"), str(REAL / "math500_test.jsonl")
-    rows = math_train(tmp_path, "--math", test, train, "--math500", test)
-    with gzip.open(train, "rt") as file:
-        wanted = [json.loads(line) for line in file]
-    assert rows == [{"problem": row["problem"], "solution": row["solution"]} for row in wanted]
+    wanted = [{"problem": row["problem"], "solution": row["solution"]} for row in read_rows(train)]
+    assert made((test, train), test) == wanted
 
 
 @pytest.mark.parametrize(
@@ -82,16 +68,15 @@ def test_the_real_files(tmp_path):
         (["a pointer"], MATH500, "train.jsonl: TypeError"),
     ],
 )
-def test_anything_but_12000_problems_is_refused(math, math500, told, tmp_path):
-    write(tmp_path / "train.jsonl", math)
-    write(tmp_path / "test.jsonl", math500)
-    assert told in math_train(tmp_path, "--math", "train.jsonl", "--math500", "test.jsonl")
+def test_anything_but_12000_problems_is_refused(tmp_path, made, math, math500, told):
+    write_rows(tmp_path / "train.jsonl", math)
+    write_rows(tmp_path / "test.jsonl", math500)
+    assert told in made(("train.jsonl",))
 
 
-def test_what_cannot_be_read_or_written_is_named(tmp_path):
-    write(tmp_path / "test.jsonl", MATH500)
-    write(tmp_path / "train.jsonl.gz", MATH)
-    flags = ("--math500", "test.jsonl", "--math", "train.jsonl.gz")
-    assert "none.jsonl: FileNotFoundError" in math_train(tmp_path, "--math500", "none.jsonl")
-    assert "EleutherAI/hendrycks_math: " in math_train(tmp_path, *flags[:2])  # offline
-    assert "--out none/x: " in math_train(tmp_path, *flags, out="none/x")
+def test_what_cannot_be_read_or_written_is_named(tmp_path, made):
+    math = (write_rows(tmp_path / "train.jsonl", MATH),)
+    assert "none.jsonl: FileNotFoundError" in made(math, "none.jsonl")
+    write_rows(tmp_path / "test.jsonl", MATH500)
+    assert "EleutherAI/hendrycks_math: " in made(("EleutherAI/hendrycks_math",))  # offline
+    assert "--out " in made(math, out="none/x")
