@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, metrics, run_ranks
+from conftest import ROOT, metrics
+from worker import run_here
 
-sys.path.insert(0, str(ROOT / "paper"))
-from variants import LAST, VARIANTS, humanline_sampling  # noqa: E402
-
-import grpo_math_humanline as script  # noqa: E402
+import grpo_math_humanline as script
+from paper import variants
+from paper.variants import LAST, VARIANTS, humanline_sampling
 
 BETA, EPSILON = 0.01, 0.2
 B, T = 6, 9
@@ -46,14 +46,19 @@ def by_hand(batch) -> tuple:
     return x, mask, A, np.exp(x), BETA * (np.exp(-x) + x - 1), BETA * (1 - np.exp(-x))
 
 
+def beyond(A, ratio, lower, upper):
+    """Where the clip of equation 1 removes the gradient."""
+    return np.where(A > 0, ratio > upper, ratio < lower)
+
+
 @pytest.mark.parametrize("name, upper", [("clip-higher-1.28", 1.28), ("clip-higher-1.5", 1.5)])
 def test_clip_higher(name, upper, batch):
     x, mask, A, ratio, kl, kl_slope = by_hand(batch)
     loss, gradient, removed = objective(name, batch)
-    gone = np.where(A > 0, ratio > upper, ratio < 1 - EPSILON)
+    gone = beyond(A, ratio, 1 - EPSILON, upper)
     bounded = np.clip(ratio, 1 - EPSILON, upper)
     np.testing.assert_allclose(loss, mask * (kl - np.minimum(A * ratio, A * bounded)), atol=1e-14)
-    np.testing.assert_allclose(gradient, mask * (kl_slope - np.where(gone, 0, A * ratio)), atol=1e-14)
+    np.testing.assert_allclose(gradient, mask * (kl_slope - ~gone * A * ratio), atol=1e-14)
     assert (removed.numpy() == gone)[mask > 0].all() and gone[mask > 0].any()
 
 
@@ -77,14 +82,13 @@ def test_icepop_removes_the_gradient_outside_its_bounds_and_weighs_the_rest_by_t
 def test_gspo_has_one_ratio_for_a_sequence_and_clips_it(batch):
     x, mask, A, _, kl, kl_slope = by_hand(batch)
     loss, gradient, _ = objective("gspo", batch)
-    lengths = mask.sum(1, keepdims=True)
-    ratio = np.exp((x * mask).sum(1, keepdims=True) / lengths)  # (B, 1)
+    ratio = np.exp((x * mask).sum(1, keepdims=True) / mask.sum(1, keepdims=True))  # (B, 1)
     bounded = np.clip(ratio, 1 - EPSILON, 1 + EPSILON)
-    gone = np.where(A[:, :1] > 0, ratio > 1 + EPSILON, ratio < 1 - EPSILON)
+    gone = beyond(A[:, :1], ratio, 1 - EPSILON, 1 + EPSILON)
     assert gone.any() and not gone.all()
     np.testing.assert_allclose(loss, mask * (kl - np.minimum(A * ratio, A * bounded)), atol=1e-14)
     # Each of a sequence's tokens has all of its loss, lengths times, and a share 1 / lengths of its ratio.
-    np.testing.assert_allclose(gradient, mask * (kl_slope - np.where(gone, 0, A * ratio)), atol=1e-14)
+    np.testing.assert_allclose(gradient, mask * (kl_slope - ~gone * A * ratio), atol=1e-14)
 
 
 def test_m2po_removes_the_largest_of_what_a_clip_could_stop_until_the_mean_square_is_004(batch):
@@ -119,31 +123,25 @@ def test_on_policy_every_variant_is_the_scripts_gradient(name, batch):
 
 # --- humanline sampling -------------------------------------------------------------------------------------
 
-BOUNDS = SimpleNamespace(log_epsilon_P=-1.5, log_epsilon_R=1.5)
+IDS = torch.arange(B * T).view(B, T)
 
 
-def sampled(batch, kappa) -> tuple:
-    """Log-ratios after humanline sampling, and which tokens keep their gradient, at completion tokens."""
-    log_ratio, mask, _ = batch
-    LAST.step, LAST.mask = (1, 7), mask
-    LAST.input_ids = torch.arange(B * T).view(B, T)
-    log_ratio = log_ratio.clone().requires_grad_()
-    result = humanline_sampling(BOUNDS, log_ratio, kappa)
+def sample(log_ratio, mask, input_ids, number=7, kappa=100.0) -> tuple:
+    """Log-ratios after humanline sampling, and which tokens keep their gradient."""
+    LAST.step, LAST.mask, LAST.input_ids = (1, number), mask, input_ids
+    x = log_ratio.clone().requires_grad_()
+    result = humanline_sampling(SimpleNamespace(log_epsilon_P=-1.5, log_epsilon_R=1.5), x, kappa)
     result.sum().backward()
-    return result.detach(), log_ratio.grad.bool()
+    return result.detach(), x.grad.bool()
 
 
-def test_sampling_keeps_values_and_detaches_more_often_the_farther_a_ratio_is(batch):
+def test_sampling_keeps_values_and_detaches_more_often_the_farther_a_ratio_is():
     log_ratio = torch.linspace(-3, 3, T).double().expand(B, T)
     kept = torch.zeros(T)
     for number in range(200):
-        LAST.step, LAST.mask = (1, number), torch.ones(B, T)
-        LAST.input_ids = torch.arange(B * T).view(B, T)
-        x = log_ratio.clone().requires_grad_()
-        result = humanline_sampling(BOUNDS, x)
-        assert torch.equal(result, x)
-        result.sum().backward()
-        kept += x.grad.mean(0) / 200
+        result, keeps = sample(log_ratio, torch.ones(B, T), IDS, number)
+        assert torch.equal(result, log_ratio)
+        kept += keeps.float().mean(0) / 200
     middle = T // 2
     assert kept[middle] > 0.99 and kept[0] < 0.3 and kept[-1] < 0.3
     assert (kept[:middle].diff() > -0.02).all() and (kept[middle:].diff() < 0.02).all()
@@ -151,30 +149,22 @@ def test_sampling_keeps_values_and_detaches_more_often_the_farther_a_ratio_is(ba
 
 def test_theorem_4_3_with_large_kappa_the_kept_tokens_are_those_within_the_bounds(batch):
     log_ratio, mask, _ = batch
-    _, kept = sampled(batch, 1e8)
+    _, kept = sample(log_ratio, mask, IDS, kappa=1e8)
     inside = (log_ratio >= -1.5) & (log_ratio <= 1.5)
     assert torch.equal(kept, inside) and not inside.all()
 
 
 def test_draws_depend_on_step_and_tokens_and_not_on_the_pass(batch):
-    log_ratio, mask, advantages = batch
-    _, kept = sampled(batch, 100.0)
-    order = [4, 1]  # two of the rows, in another pass with less padding
-    longest = int(mask[order].sum(1).max())
-    LAST.mask = mask[order, :longest]
-    LAST.input_ids = torch.arange(B * T).view(B, T)[order, :longest]
-    x = log_ratio[order, :longest].clone().requires_grad_()
-    humanline_sampling(BOUNDS, x, 100.0).sum().backward()
-    assert torch.equal(x.grad.bool(), kept[order, :longest])
-    LAST.step = (1, 8)
-    y = x.detach().clone().requires_grad_()
-    humanline_sampling(BOUNDS, y, 100.0).sum().backward()
-    assert not torch.equal(y.grad, x.grad)
+    log_ratio, mask, _ = batch
+    _, kept = sample(log_ratio, mask, IDS)
+    rows = [4, 1]  # two of them, in another pass with less padding
+    longest = int(mask[rows].sum(1).max())
+    part = [tensor[rows, :longest] for tensor in (log_ratio, mask, IDS)]
+    assert torch.equal(sample(*part)[1], kept[rows, :longest])
+    assert not torch.equal(sample(*part, number=8)[1], kept[rows, :longest])
 
 
-def start(*words) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "paper/variants.py", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+# --- the command --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -186,17 +176,17 @@ def start(*words) -> subprocess.CompletedProcess:
     ],
 )
 def test_what_does_not_exist_is_refused(words, message):
-    refused = start(*words)
-    assert refused.returncode == 1 and "Traceback" not in refused.stderr and message in refused.stderr
+    with pytest.raises(SystemExit, match=f"error: {message}"):
+        variants.main(words)
 
 
 def test_a_run_trains_with_the_variant(tmp_path):
     """At the first step after sampling it is the script's gradient, afterwards its own."""
     flags = ["--no-humanline", "--engine", "hf", "--num-steps", "2", "--sample-every", "2", "--lr", "1e-3"]
     flags += ["--warmup-fraction", "0", "--eval-samples", "0", "--checkpoint-every", "0", "--output-dir"]
-    done = start("cispo", "grpo_math_humanline", *flags, f"{tmp_path}/cispo")
-    assert done.returncode == 0, done.stderr[-2000:]
-    run_ranks(1, [[*flags, f"{tmp_path}/grpo"]], script="grpo_math_humanline")
-    (first, second), (its_first, its_second) = metrics(tmp_path / "grpo"), metrics(tmp_path / "cispo")
+    first, second = metrics(run_here(script, *flags, tmp_path / "grpo"))
+    command = [sys.executable, ROOT / "paper/variants.py", "cispo", "grpo_math_humanline", *flags]
+    subprocess.run([*command, tmp_path / "cispo"], check=True, capture_output=True)
+    its_first, its_second = metrics(tmp_path / "cispo")
     assert its_first["grad_norm"] == pytest.approx(first["grad_norm"])
     assert its_second["grad_norm"] != pytest.approx(second["grad_norm"], rel=1e-3)
