@@ -10,6 +10,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -175,12 +176,29 @@ def write_rows(path: Path, rows) -> str:
     return str(path)
 
 
-def agree(steps: list[dict], others: list[dict], keys=(), rel=1e-5):
+def agree(steps: list[dict], others: list[dict], keys=(), rel=1e-5, abs=1e-12):
     """Two runs have logged the same; keys: of the metrics to compare, all by default."""
     for a, b in zip(steps, others, strict=True):
         assert a.keys() == b.keys()
-        for key in keys or a:
-            assert b.get(key) == pytest.approx(a.get(key), rel=rel, abs=1e-12), (key, a["step"])
+        for key in a.keys() & set(keys or a):
+            assert b[key] == pytest.approx(a[key], rel=rel, abs=abs), (key, a["step"])
+
+
+def run_layouts(folder: Path, jobs: dict, layouts: list[tuple], script="dpo_humanline") -> dict:
+    """{name: metrics under every layout} of jobs {name: flags}; a run's folder is LAYOUT/NAME.
+
+    A layout: ranks, --micro-batch-tokens and what may follow it, and the names of its jobs, if not all.
+    """
+    found = defaultdict(list)
+    for number, (ranks, size, *names) in enumerate(layouts):
+        runs = []
+        for name in names or jobs:
+            layout = ["--micro-batch-tokens", *size.split(), "--output-dir", f"{folder}/{number}/{name}"]
+            runs.append([*jobs[name], *layout])
+        run_ranks(ranks, runs, script=script)
+        for name in names or jobs:
+            found[name].append(metrics(folder / str(number) / name, True))
+    return found
 
 
 @pytest.fixture

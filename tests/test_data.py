@@ -5,18 +5,20 @@
 
 import gzip
 import json
+import math
 import re
 import shutil
 
 import datasets
 import pytest
 import torch
-from conftest import PAIRS, SHARED, TOY, run_ranks
+from conftest import TOY, write_rows
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import dpo_humanline
 import grpo_humanline
+import grpo_math_humanline
 import kto_humanline
 import utils
 from utils import Example, pad_batch, token_logps
@@ -57,9 +59,7 @@ def load(tmp_path, capsys, monkeypatch):
 
     def read(rows, tokenizer=LETTERS, eos_ids=(EOS,), script=dpo_humanline, **args):
         if isinstance(rows, list):
-            lines = "".join(json.dumps(row) + "\n" for row in rows)
-            rows = tmp_path / "rows.jsonl"
-            rows.write_text(lines)
+            rows = write_rows(tmp_path / "rows.jsonl", rows)
         capsys.readouterr()
         try:
             groups = script.load_groups(script.Args(**args), tokenizer, set(eos_ids), str(rows), "train")
@@ -119,18 +119,54 @@ def test_labels_and_scores_give_the_halves_of_pairs(load, as_messages):
     assert [texts(group) for group in groups] == [texts(pair) for pair in pairs]
 
 
+GOOD = {"prompt": "Hi", "completions": ["a", "b"], "scores": [0.5, 0.1]}
+
+
 def test_of_scored_groups_the_best_and_the_worst_or_all_are_read(load):
-    rows = [
-        {"prompt": "Hi", "completions": ["a", "b", "c"], "scores": scores} for scores in ([1, 3, 2], [1] * 3)
-    ]
+    rows = [GOOD | {"completions": ["a", "b", "c"], "scores": scores} for scores in ([1, 3, 2], [1] * 3)]
     groups, told = load(rows, script=grpo_humanline)
     assert [texts(group)[1:] for group in groups] == [["b</s>", "a</s>"]]
     assert "; 1 left out, the first in line 2: its scores are equal" in told
     groups, _ = load(rows, script=grpo_humanline, group_size=3)
-    assert [texts(group)[1:] for group in groups] == [
-        ["b</s>", "c</s>", "a</s>"],
-        ["a</s>", "b</s>", "c</s>"],
-    ]
+    wanted = [["b</s>", "c</s>", "a</s>"], ["a</s>", "b</s>", "c</s>"]]
+    assert [texts(group)[1:] for group in groups] == wanted
+
+
+@pytest.mark.parametrize("scores", [None, [1.0], [1.0, math.nan], [0.1, 0.2, 0.3]])
+def test_every_completion_needs_a_score(load, scores):
+    groups, told = load([GOOD, GOOD | {"scores": scores}], script=grpo_humanline)
+    assert groups == [] and "rows.jsonl, line 2: " in told
+
+
+@pytest.mark.parametrize("label", ["true", None, -1, 0.5])
+def test_labels_that_are_not_booleans_are_named(load, label):
+    rows = [{"prompt": "Hi", "completion": "a", "label": value} for value in (True, label)]
+    groups, told = load(rows, script=kto_humanline)
+    assert groups == [] and "rows.jsonl, line 2: " in told
+
+
+PROBLEM = {"problem": "1+1?", "answer": "2"}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"answer": "2"}, "line 2: KeyError: 'problem'"),
+        ({"problem": "1+1?"}, "line 2: ValueError: it needs an answer"),
+        ({"problem": 5, "answer": "2"}, "line 2: "),
+        (PROBLEM | {"input": "in cm"}, "line 2: ValueError: its column 'input' would be ignored"),
+    ],
+)
+def test_a_problem_that_is_malformed_is_named(load, row, said):
+    groups, told = load([PROBLEM, row], script=grpo_math_humanline)
+    assert groups == [] and said in told
+
+
+def test_problems_that_cannot_train_are_left_out(load):
+    rows = [PROBLEM | {"problem": problem} for problem in ("1+1?", " ", "2 " * 99)]
+    groups, told = load(rows, script=grpo_math_humanline, system_prompt="", max_prompt_length=40)
+    assert [(x.prompt, x.answer) for (x,) in groups] == [("1+1?", "2")]
+    assert "1 left out, the first in line 2: prompt empty; 1 left out, the first in line 3: " in told
 
 
 def test_messages_shared_over_several_turns_are_the_prompt_and_none_is_lost(load):
@@ -235,20 +271,10 @@ def test_every_end_of_turn_of_the_model_is_known(tmp_path):
 
 def test_rows_that_cannot_train_are_counted_by_reason_and_the_others_keep_their_order(load):
     good = [{"prompt": word, "chosen": "yes", "rejected": "no"} for word in ("one", "two", "three")]
-    empty = [
-        PAIR | {"chosen": ""},
-        PAIR | {"rejected": " \n"},
-        PAIR | {"chosen": [A("")], "rejected": [A("a")]},
-    ]
-    rows = [
-        empty[0],
-        good[0],
-        *empty[1:],
-        PAIR | {"chosen": "Go."},
-        good[1],
-        PAIR | {"prompt": "x" * 30},
-        good[2],
-    ]
+    empty = [PAIR | {"chosen": ""}, PAIR | {"rejected": " \n"}]
+    empty += [PAIR | {"chosen": [A("")], "rejected": [A("a")]}]
+    rows = [empty[0], good[0], *empty[1:], PAIR | {"chosen": "Go."}, good[1]]
+    rows += [PAIR | {"prompt": "x" * 30}, good[2]]
     pairs, told = load(rows, max_prompt_length=20, max_length=26)
     assert [x.prompt for x, _ in pairs] == ["one", "two", "three"]
     assert re.search(": 3 rows; (.*); a prompt ends", told)[1].split("; ") == [
@@ -295,41 +321,3 @@ def test_log_probability_of_exactly_zero_stays_in_the_mask():
     input_ids, mask = pad_batch(examples(([0, 0], [0, 0, 0]), ([0], [0])), torch.device("cpu"))
     logps = token_logps(model, input_ids, mask)
     assert logps.shape == mask.shape and not logps.any() and mask.sum(-1).tolist() == [3, 1]
-
-
-# --- real data ---
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason=f"no real data in {SHARED}")
-@pytest.mark.parametrize(
-    ("name", "script", "rows"),
-    [("pairs", dpo_humanline, 299), ("pairs", kto_humanline, 299), ("unpaired", kto_humanline, 300)],
-)
-def test_every_real_row_is_kept_or_counted(load, tmp_path, name, script, rows):
-    turn = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
-    (tmp_path / "own.jinja").write_text("{{ bos_token }}" + turn + PROMPT.replace("|>{% e", "|>\n{% e"))
-    model = str(SHARED / "model-stories260K")
-    tokenizer, eos_ids = utils.load_tokenizer(model, str(tmp_path / "own.jinja"))
-    groups, told = load(SHARED / "preferences" / f"{name}.jsonl", tokenizer, eos_ids, script)
-    left_out = sum(map(int, re.findall(r"; (\d+) left out", told)))
-    assert len(groups) > 100 and len(groups) + left_out == rows
-    bos = tokenizer.bos_token_id
-    for x in (x for group in groups for x in group):
-        assert x.prompt_ids == utils.encode(tokenizer, eos_ids, x.prompt)[0]
-        assert x.prompt_ids[0] == bos and x.prompt_ids.count(bos) == 1
-        assert bos not in x.completion_ids and x.length <= 1250
-        cut = x.length == 1250 and x.completion_ids[-1] not in eos_ids
-        assert sum(token in eos_ids for token in x.completion_ids) == (not cut)
-
-
-def test_a_run_ends_with_an_output_for_every_instruction(tmp_path):
-    """An `instruction` is a prompt; outputs.json has them in their order."""
-    rows = [{"instruction": f"for {word}", "output": "x"} for word in ("king", "queen", "clerk")]
-    path = tmp_path / "instructions.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ["--num-steps", "1", "--checkpoint-every", "0", "--dataset", PAIRS, "--eval-dataset", str(path)]
-    assert f"{path}: 3 rows; a prompt ends " in run_ranks(
-        1, [[*flags, "--output-dir", str(tmp_path / "run")]]
-    )
-    outputs = json.loads((tmp_path / "run" / "outputs.json").read_text())
-    assert [row["instruction"] for row in outputs] == [row["instruction"] for row in rows]

@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
-from conftest import PAIRS, ROOT, SHARED, TOY, finish, metrics, read_pool, refused, run_ranks, start_ranks
+from conftest import PAIRS, SHARED, TOY, agree, metrics, read_pool, read_rows, run_ranks, write_rows
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+from worker import run_here
 
-from utils import Example, load_reward_model, means, reward_scores, win_rate
+import dpo_humanline
+from utils import Example, TransformersEngine, load_reward_model, means, reward_scores, win_rate
 
 RUN = ["--online", "--engine", "hf", "--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "4"]
 RUN += ["--k", "3", "--round-prompts", "20", "--batch-size", "8", "--num-steps", "7"]
@@ -28,12 +30,15 @@ def run_on_two(tmp_path_factory):
     return folder
 
 
+def sampled(steps) -> list[str]:
+    """Metrics of samples alone, the same whatever engine draws them."""
+    return [key for key in steps[0] if key.startswith("rollout/") and "logp_diff" not in key]
+
+
 def test_two_ranks_sample_the_same_rounds(run, run_on_two):
-    for one, two in zip(metrics(run, True), metrics(run_on_two, True), strict=True):
-        assert one.keys() == two.keys()
-        for key in one:
-            exact = 1e-9 if key.startswith("rollout/") and "logp_diff" not in key else 1e-5
-            assert two[key] == pytest.approx(one[key], rel=exact, abs=1e-5), (key, one["step"])
+    steps, of_two = metrics(run, True), metrics(run_on_two, True)
+    agree(steps, of_two, sampled(steps), rel=1e-9)
+    agree(steps, of_two, abs=1e-5)
     assert (run_on_two / "summary.json").exists()
 
 
@@ -70,8 +75,8 @@ def test_evaluation_by_sampling_is_logged_and_summarised(run):
     names = {"eval/reward", "eval/win_rate", "eval/length", "eval/finished", "eval/margin"}
     assert set(summary["after"]) >= names
     outputs = json.loads((run / "outputs.json").read_text())
-    assert len(outputs) == 4 and set(outputs[0]) == {"instruction", "output", "generator"}
-    assert outputs[0]["instruction"].startswith("for ") and outputs[0]["output"].split()
+    assert set(outputs[0]) == {"instruction", "output", "generator"} and outputs[0]["output"].split()
+    assert [row["instruction"] for row in outputs] == [row["prompt"] for row in read_rows(PAIRS)[:4]]
 
 
 def test_win_rate_counts_ties_half():
@@ -92,50 +97,30 @@ def test_win_rate_counts_ties_half():
         (2, "dpo_loss 7"),
     ],
 )
-def test_killed_in_a_round_and_resumed_equals_uninterrupted(
-    run, run_on_two, tmp_path, monkeypatch, ranks, moment
-):
-    whole = {1: run, 2: run_on_two}[ranks]
-    flags = json.loads((whole / "args.json").read_text())
-    arguments = [*RUN, "--micro-batch-tokens", str(flags["micro_batch_tokens"]), "--checkpoint-every", "1"]
-    monkeypatch.setenv("KILL", moment)
-    processes = start_ranks(ranks, [[*arguments, "--output-dir", str(tmp_path / "run")]], "killing_worker.py")
-    processes[0].join(timeout=120)
-    for other in processes[1:]:
-        other.kill()
-    finish(processes)
-    assert processes[0].exitcode == -9
-    monkeypatch.delenv("KILL")
-    run_ranks(ranks, [["--resume", str(tmp_path / "run")]])
-    assert metrics(tmp_path / "run", True) == metrics(whole, True)
-    assert (tmp_path / "run" / "summary.json").read_text() == (whole / "summary.json").read_text()
+def test_killed_in_a_round_and_resumed_equals_uninterrupted(run, run_on_two, kill_and_resume, ranks, moment):
+    whole, size = {1: (run, "8192"), 2: (run_on_two, "60")}[ranks]
+    flags = [*RUN, "--micro-batch-tokens", size, "--checkpoint-every", "1"]
+    kill_and_resume(whole, flags, moment, ranks=ranks)
 
 
-def test_online_needs_a_judge():
-    message = refused(["--online", "--reward-model", ""])
-    assert message == "error: --online needs a --reward-model\n"
+def test_a_sampler_with_stale_weights_stops_the_run(tmp_path, monkeypatch, capsys):
+    update, calls = TransformersEngine.update, []
 
+    def update_twice(*arguments):
+        calls.append(arguments)
+        if len(calls) < 3:
+            update(*arguments)
 
-def test_a_sampler_with_stale_weights_stops_the_run(tmp_path):
-    worker = tmp_path / "stale_worker.py"
-    lines = [
-        "import runpy, sys, utils",
-        "engine, calls = utils.TransformersEngine, []",
-        "update = engine.update",
-        "engine.update = lambda *a: calls.append(1) or (update(*a) if len(calls) < 3 else None)",
-        f"sys.argv[0] = {str(ROOT / 'tests' / 'worker.py')!r}",
-        "runpy.run_path(sys.argv[0], run_name='__main__')",
-    ]
-    worker.write_text("\n".join(lines))
-    message = refused([*RUN, "--output-dir", str(tmp_path / "run")], worker=str(worker))
-    assert "the engine samples another model: log-probs differ by" in message
+    monkeypatch.setattr(TransformersEngine, "update", update_twice)
+    with pytest.raises(SystemExit):
+        run_here(dpo_humanline, *RUN, "--output-dir", tmp_path / "run")
+    assert "the engine samples another model: log-probs differ by" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="no real data beside the checkout")
 def test_a_real_model_and_real_prompts_go_through_a_round(tmp_path):
-    questions = (SHARED / "mt_bench" / "question.jsonl").read_text().splitlines()
-    prompts = [{"prompt": json.loads(line)["turns"][0]} for line in questions]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    questions = read_rows(SHARED / "mt_bench" / "question.jsonl")
+    prompts = write_rows(tmp_path / "prompts.jsonl", ({"prompt": row["turns"][0]} for row in questions))
     tokenizer = AutoTokenizer.from_pretrained(SHARED / "model-stories260K")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -143,7 +128,7 @@ def test_a_real_model_and_real_prompts_go_through_a_round(tmp_path):
     judge.save_pretrained(tmp_path / "rm")
     tokenizer.save_pretrained(tmp_path / "rm")  # no chat template and no pad token
     run = ["--online", "--engine", "hf", "--model", str(SHARED / "model-stories260K"), "--lr", "1e-3"]
-    run += ["--reward-model", str(tmp_path / "rm"), "--dataset", str(tmp_path / "prompts.jsonl")]
+    run += ["--reward-model", str(tmp_path / "rm"), "--dataset", prompts]
     run += ["--eos-token", "<s>", "--max-prompt-length", "60", "--max-new-tokens", "150"]
     run += ["--max-length", "200", "--round-prompts", "6", "--samples-per-prompt", "4", "--batch-size", "4"]
     run += ["--num-steps", "1", "--temperature", "1", "--reward-threshold", "1e-6"]
@@ -166,6 +151,8 @@ def test_reward_scores_render_the_conversation_and_read_the_last_token(one_rank)
         Example("for queen", [], text="fern", finished=False),
         Example("for boy", [], text="aster iris tulip daisy", finished=True),
     ]
+    for part in ("end", "<", "|"):  # of the end of a turn, which is not there
+        samples.append(Example("for king", [], text=part, finished=False))
     expected = []
     for sample in samples:
         text = f"<|user|> {sample.prompt} <|end|> <|assistant|> {sample.text}"
@@ -196,7 +183,5 @@ def test_the_score_of_a_reward_model_with_its_own_code_is_used(one_rank):
 def test_ranks_that_share_an_engine_sample_what_single_ranks_do(run, tmp_path):
     """Four ranks, two engines of two ranks each: no prompt is lost or drawn twice."""
     run_ranks(4, [[*RUN, "--output-dir", str(tmp_path / "shared")]], "sharing_worker.py")
-    for one, four in zip(metrics(run, True), metrics(tmp_path / "shared", True), strict=True):
-        for key in one:
-            if key.startswith("rollout/") and "logp_diff" not in key:
-                assert four[key] == pytest.approx(one[key], rel=1e-9, abs=1e-9), (key, one["step"])
+    steps = metrics(run, True)
+    agree(steps, metrics(tmp_path / "shared", True), sampled(steps), rel=1e-9)

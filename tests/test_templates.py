@@ -1,4 +1,4 @@
-"""Chat templates of real models, those in TRL's package, and what text in the data may do to them.
+"""Chat templates of real models, those in TRL's package.
 
 Two tokenizers stand for the two kinds there are: bytes, as in Llama 3 and Qwen, and pieces whose first one
 depends on what stands before it, as in Llama 2 and Mistral.
@@ -7,29 +7,19 @@ depends on what stands before it, as in Llama 2 and Mistral.
 from importlib.resources import files
 
 import pytest
-import torch
-from conftest import TOY
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import utils
-from utils import Example
 
 TEMPLATES = files("trl") / "chat_templates"
 NAMES = sorted(path.name for path in TEMPLATES.iterdir() if path.name.endswith(".jinja"))
-FAMILIES = {  # template, what begins a turn, what ends one
-    "qwen2_5": ("<|im_start|>", "<|im_end|>"),
-    "llama3": ("<|start_header_id|>", "<|eot_id|>"),
-    "gemma": ("<start_of_turn>", "<end_of_turn>"),
-    "phi3": ("<|assistant|>", "<|end|>"),
-}
 QUESTION, ANSWER = "What is the capital of France?", "It is Paris, as ever.\nNo other."
 PROMPT = [{"role": "user", "content": QUESTION}]
 
 
-def bytes_or_pieces(kind: str, family: str) -> PreTrainedTokenizerFast:
-    begin, end = FAMILIES[family]
-    special = ["<s>", "</s>", begin, end, "<|end_header_id|>", "<bos>"]
+def bytes_or_pieces(kind: str, template: str | None) -> PreTrainedTokenizerFast:
+    special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|end_header_id|>", "<bos>"]
     if kind == "bytes":
         vocab = {token: i for i, token in enumerate(pre_tokenizers.ByteLevel.alphabet())}
         raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -42,30 +32,14 @@ def bytes_or_pieces(kind: str, family: str) -> PreTrainedTokenizerFast:
         raw = Tokenizer(models.BPE(vocab=vocab, merges=merges))
         raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
         raw.decoder = decoders.Metaspace()
-    tokens = {"bos_token": "<s>", "eos_token": end, "additional_special_tokens": special}
+    tokens = {"bos_token": "<s>", "eos_token": "<|im_end|>", "additional_special_tokens": special}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, clean_up_tokenization_spaces=False, **tokens)
-    tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
+    tokenizer.chat_template = template
     return tokenizer
 
 
 def encode(tokenizer, prompt, completion=None):
     return utils.encode(tokenizer, {tokenizer.eos_token_id}, prompt, completion)
-
-
-@pytest.mark.parametrize("kind", ["bytes", "pieces"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_completion_is_the_end_of_the_conversation_as_the_model_reads_it(family, kind):
-    tokenizer = bytes_or_pieces(kind, family)
-    prompt_ids, ids = encode(tokenizer, PROMPT, ANSWER)
-    assert prompt_ids == encode(tokenizer, PROMPT)[0] == encode(tokenizer, QUESTION)[0]
-    text = utils.render(tokenizer, [*PROMPT, {"role": "assistant", "content": ANSWER}])
-    whole = tokenizer(text, add_special_tokens=False).input_ids
-    end = whole.index(tokenizer.eos_token_id, len(prompt_ids)) + 1
-    assert whole[:end] == prompt_ids + ids and ids.count(tokenizer.eos_token_id) == 1
-    assert tokenizer.decode(ids[:-1]).strip() == ANSWER
-    # An end of turn that is spelt inside a completion ends it.
-    _, cut = encode(tokenizer, PROMPT, f"It is{FAMILIES[family][1]} Paris")
-    assert tokenizer.decode(cut[:-1]).strip() == "It is" and cut[-1] == tokenizer.eos_token_id
 
 
 # DeepSeek's and Nemotron's render an answered prompt in another way; the others want parts, not texts.
@@ -75,38 +49,29 @@ REFUSED = ("deepseek", "nemotron", "idefics", "llava", "smolvlm")
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
 @pytest.mark.parametrize("name", NAMES)
 def test_under_any_template_tokens_are_those_of_the_whole_conversation(name, kind):
-    tokenizer = bytes_or_pieces(kind, "qwen2_5")
-    tokenizer.chat_template = (TEMPLATES / name).read_text()
+    tokenizer = bytes_or_pieces(kind, (TEMPLATES / name).read_text())
     if name.startswith(REFUSED):
         with pytest.raises(Exception, match="once it is answered|changes the text|no attribute 'text'"):
             encode(tokenizer, PROMPT, ANSWER)
         return
     prompt_ids, ids = encode(tokenizer, PROMPT, ANSWER)
+    assert prompt_ids == encode(tokenizer, PROMPT)[0] == encode(tokenizer, QUESTION)[0]
     text = utils.render(tokenizer, [*PROMPT, {"role": "assistant", "content": ANSWER}])
     whole = tokenizer(text, add_special_tokens=False).input_ids
     *before_end, end = prompt_ids + ids
     assert before_end == whole[: len(before_end)] and end == tokenizer.eos_token_id
     assert ANSWER in tokenizer.decode(ids)
+    # An end of turn that is spelt inside a completion ends it.
+    _, cut = encode(tokenizer, PROMPT, "It is<|im_end|> Paris")
+    assert tokenizer.decode(cut).endswith("It is<|im_end|>") and cut.count(end) == 1
 
 
 def test_an_end_that_the_tokenizer_adds_does_not_end_the_prompt():
-    tokenizer = bytes_or_pieces("bytes", "gemma")
-    tokenizer.chat_template, end = None, tokenizer.eos_token
+    tokenizer = bytes_or_pieces("bytes", None)
+    end = tokenizer.eos_token
     single = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)])
     tokenizer._tokenizer.post_processor = processors.Sequence([tokenizer._tokenizer.post_processor, single])
     assert tokenizer(QUESTION).input_ids[-1] == tokenizer.eos_token_id
     assert tokenizer.decode(encode(tokenizer, QUESTION)[0]) == QUESTION
     prompt_ids, ids = encode(tokenizer, QUESTION, ANSWER)
     assert tokenizer.decode([*prompt_ids, *ids]) == QUESTION + ANSWER + end
-
-
-# "end", "<" and "|" stand in the end of the turn too.
-@pytest.mark.parametrize("completion", ["rose iris", "end", "<", "|"])
-def test_an_unfinished_message_is_scored_without_the_end_of_its_turn(one_rank, completion):
-    model, tokenizer = utils.load_reward_model(str(TOY / "reward_model"), torch.float32)
-    seen, forward = [], model.forward
-    model.forward = lambda input_ids, **how: seen.append(input_ids) or forward(input_ids=input_ids, **how)
-    for finished in (True, False):
-        utils.reward_scores(model, tokenizer, [Example("for king", [], text=completion, finished=finished)])
-    whole, cut = (ids[0].tolist() for ids in seen)
-    assert whole == [*cut, tokenizer.convert_tokens_to_ids("<|end|>")]

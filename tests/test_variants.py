@@ -1,5 +1,6 @@
 """paper/variants.py: each method against its formula on random tensors, its gradients, and a run."""
 
+import math
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, metrics
+from scipy import stats
 from worker import run_here
 
 import grpo_math_humanline as script
@@ -135,16 +137,19 @@ def sample(log_ratio, mask, input_ids, number=7, kappa=100.0) -> tuple:
     return result.detach(), x.grad.bool()
 
 
-def test_sampling_keeps_values_and_detaches_more_often_the_farther_a_ratio_is():
-    log_ratio = torch.linspace(-3, 3, T).double().expand(B, T)
-    kept = torch.zeros(T)
-    for number in range(200):
-        result, keeps = sample(log_ratio, torch.ones(B, T), IDS, number)
-        assert torch.equal(result, log_ratio)
-        kept += keeps.float().mean(0) / 200
-    middle = T // 2
-    assert kept[middle] > 0.99 and kept[0] < 0.3 and kept[-1] < 0.3
-    assert (kept[:middle].diff() > -0.02).all() and (kept[middle:].diff() < 0.02).all()
+@pytest.mark.parametrize("r", [-2.5, -1.0, 1.2, 2.0])
+def test_sampling_keeps_values_and_gradients_as_often_as_equation_5_says(r):
+    """A token of ratio e^r keeps its gradient if B_P ≤ e^r / M and B_R ≤ 1 / (e^r M), independent Betas."""
+    log_ratio = torch.full((100, 400), r).double()
+    result, kept = sample(log_ratio, torch.ones(100, 400), torch.arange(40_000).view(100, 400))
+    assert torch.equal(result, log_ratio)
+    chance = 1.0
+    for x in (r, -r):
+        mean = math.exp(-1.5) / 10  # M = 10, κ = 100
+        chance *= stats.beta(100 * mean, 100 * (1 - mean)).cdf(math.exp(x) / 10)
+    deviation = math.sqrt(chance * (1 - chance) / 40_000)
+    assert 0.001 < chance < 0.999
+    assert kept.double().mean().item() == pytest.approx(chance, abs=5 * deviation)
 
 
 def test_theorem_4_3_with_large_kappa_the_kept_tokens_are_those_within_the_bounds(batch):
@@ -167,17 +172,12 @@ def test_draws_depend_on_step_and_tokens_and_not_on_the_pass(batch):
 # --- the command --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ([], "name one of sampling, clip-higher-1.28"),
-        (["ppo", "grpo_humanline"], "name one of sampling, clip-higher-1.28"),
-        (["cispo", "dpo_humanline"], "dpo_humanline has no grpo_loss"),
-    ],
-)
-def test_what_does_not_exist_is_refused(words, message):
-    with pytest.raises(SystemExit, match=f"error: {message}"):
-        variants.main(words)
+def test_what_does_not_exist_is_refused():
+    for words in ([], ["ppo", "grpo_humanline"], ["cispo", "cispo"]):
+        with pytest.raises(SystemExit, match="error: name one of sampling, clip-higher"):
+            variants.main(words)
+    with pytest.raises(SystemExit, match="error: dpo_humanline has no grpo_loss"):
+        variants.main(["cispo", "dpo_humanline"])
 
 
 def test_a_run_trains_with_the_variant(tmp_path):

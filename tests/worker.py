@@ -5,9 +5,12 @@ import json
 import os
 import signal
 import sys
+from types import SimpleNamespace
 
 import torch.distributed as dist
 from conftest import parse_args
+
+import utils
 
 
 def argument_lists():
@@ -33,6 +36,18 @@ def run_here(script, *arguments):
         if dist.is_initialized():
             dist.destroy_process_group()
     return arguments[-1]
+
+
+def note_batches(script, monkeypatch) -> list:
+    """The examples of every batch that a script's loop pads from now on, not of those that utils pads."""
+    batches = []
+
+    def pad_batch(examples, device):
+        batches.append(examples)
+        return utils.pad_batch(examples, device)
+
+    monkeypatch.setattr(script, "utils", SimpleNamespace(**vars(utils) | {"pad_batch": pad_batch}))
+    return batches
 
 
 if __name__ == "__main__":
