@@ -1,14 +1,15 @@
-"""One rank: loads models with the script, and compares them with transformers' own, or measures memory."""
+"""One rank: loads models with the script. Compares them with transformers' own, compares ways to sum their
+gradients, or measures memory."""
 
 import json
 import os
-import sys
 import threading
 
 import torch
 import torch.distributed as dist
 from conftest import parse_args
 from transformers import AutoModelForCausalLM
+from worker import argument_lists
 
 import dpo_humanline as script
 import utils
@@ -82,9 +83,31 @@ def memory(folder: str) -> None:
     print(json.dumps({"peak": max(readings) - readings[0], "parameters": parameters}))
 
 
+def compare_sums(shard_size: str) -> None:
+    """Gradients that are summed in every pass, over all ranks or over shards, or in the last pass alone."""
+    args = parse_args(script, ["--shard-size", shard_size])
+    policy, _ = script.load_models(args, torch.float32, torch.device("cpu"))
+    passes = []
+    for number in range(3):
+        ids = [5 + (7 * place + 3 * dist.get_rank() + number) % 20 for place in range(12 + dist.get_rank())]
+        passes.append(utils.pad_batch([utils.Example("", ids[:3], ids[3:])], "cpu"))
+    of_ways = []
+    for shards, copies in ((True, True), (True, False), (False, False)):  # in every pass
+        for number, (input_ids, mask) in enumerate(passes, 1):
+            last = number == len(passes)
+            policy.set_requires_gradient_sync(shards or last)
+            policy.set_requires_all_reduce(copies or last)
+            utils.token_logps(policy, input_ids, mask).sum().backward()
+        of_ways.append([parameter.grad.full_tensor().clone() for parameter in policy.parameters()])
+        policy.zero_grad()
+    for way in of_ways[1:]:
+        for gradient, expected in zip(way, of_ways[0]):
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4)  # stored in fp32
+    assert any(gradient.abs().max() > 0 for gradient in of_ways[0])
+
+
 if __name__ == "__main__":
-    for port, (task, folder) in zip(json.loads(os.environ["PORTS"]), json.loads(sys.argv[1])):
-        os.environ["MASTER_PORT"] = str(port)
+    for task, argument in argument_lists():
         script.setup(script.Args(dtype="float32"))
-        {"compare": compare, "memory": memory}[task](folder)
+        globals()[task](argument)
         dist.destroy_process_group()

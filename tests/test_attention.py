@@ -82,18 +82,8 @@ def test_dropout_and_routers_are_those_of_evaluation(checkpointing, tmp_path):
     model.config.dtype = torch.float32
     model.float().save_pretrained(tmp_path / "policy")
     AutoTokenizer.from_pretrained(TOY / "policy").save_pretrained(tmp_path / "policy")
-    flags = [
-        *FLAGS,
-        "--model",
-        tmp_path / "policy",
-        "--dtype",
-        "float32",
-        "--lr",
-        "0",
-        "--max-new-tokens",
-        "8",
-    ]
-    flags += ["--eval-dataset", "", "--max-prompt-length", "40", "--max-length", "60"]
+    flags = [*FLAGS, "--model", tmp_path / "policy", "--dtype", "float32", "--lr", "0", "--eval-dataset", ""]
+    flags += ["--max-prompt-length", "40", "--max-length", "60", "--max-new-tokens", "8"]
     flags += ["--gradient-checkpointing"] if checkpointing else []
     run_here(dpo_humanline, *flags, "--output-dir", tmp_path / "run")
     for line in metrics(tmp_path / "run"):

@@ -18,8 +18,6 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-import dpo_humanline
-
 SIZES = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -70,14 +68,3 @@ def test_the_ranks_of_a_machine_share_the_pages_of_the_files(tmp_path):
     assert found["parameters"] > 1e8
     # The policy takes 4 bytes a parameter, the reference 2, as the files; a whole copy on every rank 8 more.
     assert found["peak"] < 1.2 * (4 + 2 + 2) * found["parameters"]
-
-
-def test_dropout_and_router_noise_are_off(one_rank, tmp_path):
-    folder = shutil.copytree(TOY / "policy", tmp_path / "model")
-    settings = json.loads((folder / "config.json").read_text())
-    noise = {"attention_dropout": 0.1, "router_jitter_noise": 0.01, "input_jitter_noise": 0.01}
-    (folder / "config.json").write_text(json.dumps(settings | noise))
-    args = dpo_humanline.Args(model=str(folder), dtype="float32", max_new_tokens=16)
-    for model in dpo_humanline.load_models(args, torch.float32, torch.device("cpu")):
-        assert not any(module.training for module in model.modules())
-        assert {key: getattr(model.config, key) for key in noise} == noise  # as final/ is to have them

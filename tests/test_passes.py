@@ -1,16 +1,13 @@
 """Passes of even work, and sequences packed without padding."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 from conftest import SCRIPTS, run_ranks
 from test_token_logps import EXAMPLES, full_logps
 from transformers import AutoConfig, AutoModelForCausalLM
-from worker import run_here
+from worker import note_batches, run_here
 
-import utils
 from utils import PACKED, choose_attention, make_micro_batches, pad_batch, token_logps
 
 LONGEST = 48  # tokens of a sequence
@@ -137,13 +134,6 @@ def test_other_models_stay_padded(what):
     assert model.config._attn_implementation == before and before not in PACKED
 
 
-def test_gemma_2_stays_padded_and_eager(tmp_path):
-    build("gemma2", SIZES | {"head_dim": 8}).save_pretrained(tmp_path)
-    model = utils.load_pretrained(AutoModelForCausalLM, str(tmp_path))
-    choose_attention(model, LONGEST)
-    assert model.config._attn_implementation == "eager"
-
-
 # --- in a run ---
 
 
@@ -151,9 +141,8 @@ def test_gemma_2_stays_padded_and_eager(tmp_path):
 def test_neither_model_computes_padding(script, tmp_path, monkeypatch):
     """In every pass both read the sequences of `pad_batch` alone, without what it pads them with."""
     module = __import__(script)
-    monkeypatch.setattr(module, "utils", SimpleNamespace(**vars(utils)))  # the loop's, not what utils calls
-    read, needed = {"policy": [], "reference": []}, []
-    load, pad = module.load_models, pad_batch
+    batches = note_batches(module, monkeypatch)
+    read, load = {"policy": [], "reference": []}, module.load_models
 
     def load_models(*arguments):
         models = load(*arguments)
@@ -162,17 +151,13 @@ def test_neither_model_computes_padding(script, tmp_path, monkeypatch):
             count_positions(model, read[who].append)
         return models
 
-    def count_needed(examples, device):
-        needed.append(sum(x.length - 1 for x in examples))  # the last token of a sequence predicts none
-        return pad(examples, device)
-
     monkeypatch.setattr(module, "load_models", load_models)
-    monkeypatch.setattr(module.utils, "pad_batch", count_needed)
     flags = ["--eval-dataset", "", "--batch-size", "8", "--checkpoint-every", "0", "--num-steps", "2"]
     run_here(module, *flags, "--micro-batch-tokens", "60", "--output-dir", tmp_path / "run")
+    needed = [sum(x.length - 1 for x in batch) for batch in batches]  # a last token predicts none
     assert len(needed) > 4 and read["policy"] == read["reference"] == needed
 
 
 def test_copies_of_the_policy_need_one_sum_a_step():
     """On CUDA shards are summed in every pass, the copies of HSDP in the last one: the same gradient."""
-    run_ranks(4, [["--shard-size", "2"]], "hsdp_worker.py")
+    run_ranks(4, [["compare_sums", "2"]], "loading_worker.py")
