@@ -1,20 +1,15 @@
 """Grading: most ordinary answers are right, few exploits pay, and no answer outlives or ends the run."""
 
-import itertools
-import json
 import random
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, SHARED
+from conftest import ROOT, SHARED, read_rows
 
 import grpo_math_humanline
 from grpo_math_humanline import gold_answer, judge_all, keep_gradable, score, start_grader
@@ -141,11 +136,7 @@ def problems(name: str) -> list[dict]:
     path = SHARED / "math" / name
     if not path.exists():
         pytest.skip("needs the MATH problems")
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def groups_of(answers: list[str]) -> list[tuple]:
-    return [(Example("", [], answer=answer),) for answer in answers]
+    return read_rows(path)
 
 
 # --- verdicts -----------------------------------------------------------------------------------------------
@@ -197,6 +188,43 @@ def test_big_integers_stay_exact(grader):
         assert judge_all(grader, pairs) == [True, False, False]
 
 
+# --- rewards ------------------------------------------------------------------------------------------------
+
+GOOD = "<think>\n3 4\n</think>\n<answer>\n4\n</answer>"
+
+
+@pytest.mark.parametrize(
+    ("text", "layout", "tags"),
+    [
+        (GOOD, 1, 1),
+        ("<think>\n\n</think>\n<answer>\n4\n</answer>", 1, 1),
+        (GOOD + "\nand more", 0, 1),
+        ("so " + GOOD, 0, 1),
+        (GOOD.replace("</think>\n", "</think>"), 0, 0.5),
+        (GOOD.replace("\n</answer>", ""), 0, 0.75),
+        (GOOD + "\n</answer>", 1, 0.75),
+        ("<think> 3 </think><answer> 4 </answer>", 0, 0),
+        ("4", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_format_and_tag_count_rewards_by_hand(text, layout, tags):
+    assert grpo_math_humanline.format_reward(text) == layout
+    assert grpo_math_humanline.tag_count_reward(text) == tags
+
+
+def test_a_reward_is_eight_of_accuracy_one_of_format_and_one_of_tags(grader):
+    five = GOOD.replace("4\n</a", "5\n</a")
+    texts = [GOOD, five, "4", "", GOOD.replace("\n</answer>", ""), five]
+    samples = [Example("", [1], text=text, answer=answer) for text, answer in zip(texts, "444555")]
+    scored, rewards, stopped = score(grader, [samples[:3], samples[3:]])
+    assert [[x.reward for x in group] for group in scored] == [[10, 2, 8], [0, 0.75, 10]] and stopped == 0
+    assert [[x.text for x in group] for group in scored] == [texts[:3], texts[3:]]
+    assert rewards["accuracy"].tolist() == [1, 0, 1, 0, 0, 1]
+    assert rewards["format"].tolist() == [1, 1, 0, 0, 0, 1]
+    assert rewards["tag_count"].tolist() == [1, 1, 0, 0, 0.75, 1]
+
+
 # --- gold answers -------------------------------------------------------------------------------------------
 
 
@@ -226,12 +254,12 @@ def test_a_row_without_answer_or_with_another_type_is_refused(row):
 def test_gold_answers_without_a_value_are_dropped_and_counted(grader, capsys, monkeypatch):
     monkeypatch.setattr(grpo_math_humanline, "TIME_LIMIT", 1.0)
     answers = ["5", "", ENDLESS, "so \\boxed{5}.", r"\frac\pi 4", " "]
-    groups = groups_of(answers)
+    groups = [(Example("", [], answer=answer),) for answer in answers]
     assert keep_gradable(grader, "x.jsonl", groups) == [groups[0], groups[3], groups[4]]
     assert "3 of 6 gold answers can be graded, the first that cannot is ''" in capsys.readouterr().out
     monkeypatch.setattr("run.dist.destroy_process_group", lambda: None)  # the other tests need it
     with pytest.raises(SystemExit):
-        keep_gradable(grader, "x.jsonl", groups_of([""] * 12))
+        keep_gradable(grader, "x.jsonl", groups[1:2] * 12)
     assert "x.jsonl: 0 of 12 gold answers can be graded" in capsys.readouterr().err
 
 
@@ -257,22 +285,8 @@ def test_memory_is_limited(grader):
 @pytest.mark.parametrize("pattern", [*grpo_math_humanline.REWRITTEN, grpo_math_humanline.ANSWER_IS])
 def test_no_pattern_takes_more_than_linear_time(pattern):
     """The parser behind them may: it has its time limit."""
-    units = [
-        ".",
-        "5 ",
-        "5,",
-        "$",
-        "{",
-        "\\text{",
-        "\\text{or ",
-        "\\frac",
-        "a",
-        "a ",
-        "answer ",
-        "A:",
-        "\\ ",
-        "].",
-    ]
+    units = [".", "5 ", "5,", "$", "{", "a", "a ", "answer ", "A:", "]."]
+    units += ["\\text{", "\\text{or ", "\\frac", "\\ "]
     for unit in units:
         started = time.process_time()
         re.sub(pattern, "", unit * (200_000 // len(unit)))
@@ -300,30 +314,6 @@ def test_each_job_is_judged_once(grader, monkeypatch):
     pairs = [("5", "5"), ("5", "6"), ("5", "5"), ("6", "5")]
     assert judge_all(grader, pairs) == [True, False, True, False]
     assert jobs == [("5", "5"), ("5", "6"), ("6", "5")]
-
-
-def test_two_ranks_equal_one(grader, monkeypatch):
-    monkeypatch.setattr(grpo_math_humanline, "TIME_LIMIT", 1.0)
-    golds, answers = ["5", "1,-2", r"\frac12", r"\text{A}"], ["5", "-2, 1", "0.5", "A"]
-    pairs = [*itertools.product(golds, answers), ("5", ENDLESS)]
-    alone = judge_all(grader, pairs)
-    own, sent, barrier = threading.local(), [None, None], threading.Barrier(2, timeout=100)
-
-    def all_gather_object(parts, part):
-        sent[own.rank] = part
-        barrier.wait()
-        parts[:] = sent
-
-    def on_rank(rank):
-        own.rank = rank
-        return judge_all(grader, pairs)
-
-    ranks = {"get_rank": lambda: own.rank, "get_world_size": lambda: 2, "is_initialized": lambda: True}
-    ranks["all_gather_object"] = all_gather_object
-    monkeypatch.setattr(grpo_math_humanline, "dist", SimpleNamespace(**ranks))
-    with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(on_rank, range(2))) == [alone, alone]
-    assert alone.count(True) == 4 and alone[-1] is None and [len(part) for part in sent] == [9, 8]
 
 
 def test_workers_end_when_the_run_is_killed():

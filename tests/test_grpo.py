@@ -1,15 +1,12 @@
 """GRPO: loss, gradient and advantages by hand and against TRL, the same numbers for every layout, data."""
 
-import gzip
 import json
 import math
 import shutil
-from collections import defaultdict
-from itertools import islice
 
 import pytest
 import torch
-from conftest import ROOT, finish, metrics, read_pool, run_ranks, start_ranks
+from conftest import ROOT, agree, metrics, read_pool, read_rows, run_layouts, write_rows
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch.nn.utils.rnn import pad_sequence
@@ -36,15 +33,11 @@ def train(*arguments):
     return run_here(grpo_humanline, *arguments)
 
 
-def lines(rows) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Files: pairs, groups of four (every eighth with equal scores), of three with messages, prompts."""
     folder = tmp_path_factory.mktemp("grpo")
-    rows = [json.loads(line) for line in islice(gzip.open(TOY / "preferences_train.jsonl.gz"), 64)]
+    rows = read_rows(TOY / "preferences_train.jsonl.gz")[:64]
     groups, threes = [], []
     for number, (one, two) in enumerate(zip(rows[::2], rows[1::2])):
         completions = [one["rejected"], two["chosen"], two["rejected"], one["chosen"]]
@@ -54,10 +47,10 @@ def data(tmp_path_factory):
         groups.append({"prompt": one["prompt"], "completions": completions, "scores": scores})
         prompt = [{"role": "user", "content": one["prompt"]}]
         threes.append({"prompt": prompt, "completions": completions[:3], "scores": scores[:3]})
-    (folder / "pairs.jsonl").write_text(lines(rows))
-    (folder / "groups.jsonl").write_text(lines(groups))
+    write_rows(folder / "pairs.jsonl", rows)
+    write_rows(folder / "groups.jsonl", groups)
+    write_rows(folder / "prompts.jsonl", ({"prompt": row["prompt"]} for row in rows))
     Dataset.from_list(threes[:16]).to_parquet(folder / "threes.parquet")
-    (folder / "prompts.jsonl").write_text(lines({"prompt": row["prompt"]} for row in rows))
     return {path.stem: str(path) for path in folder.iterdir()}
 
 
@@ -143,7 +136,7 @@ HUMANLINE = ("--humanline", "--no-humanline")
 def padded_groups(path):
     """Ids and masks of all sequences, prompts padded on the left, completions on the right; advantages."""
     tokenizer, eos_ids = load_tokenizer(str(TOY / "policy"))
-    groups = [encode_row(Args(group_size=4), tokenizer, eos_ids, row) for row in map(json.loads, open(path))]
+    groups = [encode_row(Args(group_size=4), tokenizer, eos_ids, row) for row in read_rows(path)]
     prompts = [torch.tensor(x.prompt_ids) for group in groups for x in group]
     completions = [torch.tensor(x.completion_ids) for group in groups for x in group]
     rewards = torch.tensor([[x.reward for x in group] for group in groups], dtype=torch.float64)
@@ -246,66 +239,54 @@ ROUNDS = {
     "round of 8": [*ONLINE, "--dataset", "prompts", "--eval-dataset", "groups", "--group-size", "8"],
     "round of 2": [*ONLINE, "--dataset", "pairs", "--no-humanline", "--batch-size", "8", "--num-steps", "3"],
 }
-LAYOUTS = (  # ranks, jobs, --micro-batch-tokens: the whole batch, one sequence, four of the toy's
-    (1, [*JOBS, *ROUNDS], "0"),
-    (1, ["pairs", "groups", "threes"], "1"),
-    (2, ["pairs", "groups", "threes", "round of 8"], "120"),
-)
+SEVERAL = ["pairs", "groups", "threes"]
+# Ranks, --micro-batch-tokens: the whole batch, one sequence, four of the toy's; jobs.
+LAYOUTS = [(1, "0"), (1, "1", *SEVERAL), (2, "120", *SEVERAL, "round of 8")]
 
 
 @pytest.fixture(scope="module")
-def runs(data, tmp_path_factory):
-    """{name: metrics for every layout}, the whole batch on one rank first; and the folder, LAYOUT/NAME."""
-    folder, found = tmp_path_factory.mktemp("runs"), defaultdict(list)
-    for number, (ranks, names, size) in enumerate(LAYOUTS):
-        batch = []
-        for name in names:
-            flags = [data.get(flag, flag) for flag in (JOBS | ROUNDS)[name]]
-            batch.append([*flags, "--micro-batch-tokens", size, "--output-dir", f"{folder}/{number}/{name}"])
-        run_ranks(ranks, batch, script="grpo_humanline")
-        for name in names:
-            found[name].append(metrics(folder / str(number) / name, True))
-    return found, folder
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
 
 
-@pytest.mark.parametrize("job", LAYOUTS[-1][1])
+@pytest.fixture(scope="module")
+def runs(data, folder):
+    """{name: metrics for every layout}, the whole batch on one rank first."""
+    jobs = {name: [data.get(flag, flag) for flag in flags] for name, flags in (JOBS | ROUNDS).items()}
+    return run_layouts(folder, jobs, LAYOUTS, "grpo_humanline")
+
+
+@pytest.mark.parametrize("job", [*SEVERAL, "round of 8"])
 def test_one_and_two_ranks_and_all_layouts_agree(runs, job):
-    expected, *others = runs[0][job]
+    expected, *others = runs[job]
     assert len(expected) >= 2 and any(step["grad_norm"] > 0 for step in expected) and others
+    told = [key for key in expected[0] if key.startswith(("logps/", "humanline/", "rollout/r"))]
     for steps in others:
-        for a, b in zip(expected, steps, strict=True):
-            assert a.keys() == b.keys()
-            told = [key for key in a if key.startswith(("logps/", "humanline/", "rollout/r"))]
-            for key in (*GRPO, *told):
-                assert b[key] == pytest.approx(a[key], rel=1e-5, abs=1e-12), (key, a["step"])
+        agree(expected, steps, [*GRPO, *told])
 
 
 def test_both_clips_and_the_kl_penalty_were_at_work(runs):
-    found, _ = runs
-    for job in ("pairs", "groups"):
-        steps = found[job][0]
+    for steps in (runs["pairs"][0], runs["groups"][0]):
         for key in ("humanline/clipped_low", "humanline/clipped_high", "grpo/clip_fraction", "grpo/kl"):
-            assert max(step[key] for step in steps) > 0.01, (job, key, [step[key] for step in steps])
-    assert len({found[job][0][-1]["loss"] for job in JOBS}) == len(JOBS)
+            assert max(step[key] for step in steps) > 0.01, key
+    assert len({runs[job][0][-1]["loss"] for job in JOBS}) == len(JOBS)
 
 
 def test_metrics_of_a_step_describe_its_groups(runs):
     """A reward that is the data's, the same in every epoch, is not a metric."""
-    found, _ = runs
-    for step in found["pairs"][0]:
+    for step in runs["pairs"][0]:
         assert step["grpo/zero_advantage_groups"] == 0
         assert not [key for key in step if key.startswith(("rewards/", "rollout/"))]
         assert step["logps/chosen"] < 0 and step["logps/rejected"] < 0
-    first = found["groups"][0][0]
+    first = runs["groups"][0][0]
     assert first["grpo/ratio_mean"] == 1 and first["grpo/kl"] == first["grpo/clip_fraction"] == 0
-    shares = [step["grpo/zero_advantage_groups"] for step in found["groups"][0]]
+    shares = [step["grpo/zero_advantage_groups"] for step in runs["groups"][0]]
     assert 0 < sum(shares) <= 4 / 4 and all(share * 4 % 1 == 0 for share in shares)
 
 
-def test_rounds_keep_all_samples_of_a_group_or_the_best_and_the_worst(runs):
+def test_rounds_keep_all_samples_of_a_group_or_the_best_and_the_worst(runs, folder):
     """Ten prompts a round: groups of 8 fill two batches of 32 and a half, which waits for the next round."""
-    found, folder = runs
-    eight, two = found["round of 8"][0], found["round of 2"][0]
+    eight, two = runs["round of 8"][0], runs["round of 2"][0]
     assert [step.get("rollout/round") for step in eight] == [1, None, 2, None, None]
     assert [step["rollout/age_steps"] for step in eight] == [0, 1, 0, 1, 2]
     assert [step["humanline/steps_since_sync"] for step in eight] == [0, 1, 0, 1, 2]
@@ -322,19 +303,11 @@ def test_rounds_keep_all_samples_of_a_group_or_the_best_and_the_worst(runs):
 
 
 @pytest.mark.parametrize("job", ["groups", "round of 8"])
-def test_a_run_that_is_killed_and_resumed_is_as_if_it_had_not_been(data, runs, tmp_path, monkeypatch, job):
+def test_a_run_that_is_killed_and_resumed_is_as_if_it_had_not_been(data, runs, folder, kill_and_resume, job):
     """Killed in step 3, after the checkpoint of step 2; online that is in the middle of a round."""
-    found, folder = runs
-    run = [*(data.get(flag, flag) for flag in (JOBS | ROUNDS)[job]), "--checkpoint-every", "2"]
-    run += ["--output-dir", str(tmp_path / "cut")]
-    monkeypatch.setenv("KILL", "grpo_loss 4")
-    (killed,) = start_ranks(1, [run], "killing_worker.py", "grpo_humanline")
-    finish([killed])
-    assert killed.exitcode == -9 and len(metrics(tmp_path / "cut")) == 3
-    train("--resume", tmp_path / "cut")
-    assert metrics(tmp_path / "cut", True) == found[job][0]
-    for file in ("summary.json", "final/model.safetensors"):
-        assert (tmp_path / "cut" / file).read_bytes() == (folder / "0" / job / file).read_bytes()
+    flags = [*(data.get(flag, flag) for flag in (JOBS | ROUNDS)[job]), "--checkpoint-every", "2"]
+    flags += ["--micro-batch-tokens", "0"]
+    kill_and_resume(folder / "0" / job, flags, "grpo_loss 4", "grpo_humanline")
 
 
 # --- data ---
@@ -351,51 +324,22 @@ def test_pairs_and_prompts_can_be_evaluated(data, tmp_path, kind, of_groups):
     assert after.get("eval/margin", [1])[0] > 0.1
 
 
-def test_groups_without_any_advantage_give_no_gradient_and_are_counted(data, tmp_path):
-    rows = [json.loads(line) | {"scores": [0.5] * 4} for line in open(data["groups"])]
-    (tmp_path / "ties.jsonl").write_text(lines(rows))
-    flags = [*RUN, *GROUPS, tmp_path / "ties.jsonl", "--num-steps", "2"]
-    first = metrics(train(*flags, "--output-dir", tmp_path / "run"))[0]
-    assert first["loss"] == first["grad_norm"] == 0 and first["grpo/zero_advantage_groups"] == 1
-    assert "logps/chosen" not in first
-
-
 GOOD = {"prompt": "about cat", "completions": ["the old cat .", "the shiny cat ."], "scores": [0.5, 0.1]}
 
 
-def row(**changes) -> str:
-    return json.dumps({key: value for key, value in (GOOD | changes).items() if value is not ...}) + "\n"
-
-
-FIVE = row() * 5
-NO_SCORE = "ValueError: every completion needs a score"
-
-
 @pytest.mark.parametrize(
-    ("text", "flags", "said"),
+    ("flags", "said"),
     [
-        (row() * 4 + row(scores=None), [], "data.jsonl, line 5: "),
-        (row(scores=[1.0]), [], f"data.jsonl, line 1: {NO_SCORE}"),
-        (row() * 4 + row(scores=[1.0, math.nan]), [], f"line 5: {NO_SCORE}"),
-        (row() * 4 + row(prompt=...), [], "line 5: ValueError: no prompt in the columns completions, scores"),
-        (row(completions=["the", " "]), [], "0 rows; 1 left out, the first in line 1: completion empty"),
-        (row(scores=[0.5, 0.5]) * 5, [], "0 rows; 5 left out, the first in line 1: its scores are equal"),
-        (FIVE, ["--batch-size", "7"], "--batch-size 7 is not a multiple of --group-size 2"),
-        (FIVE, ["--group-size", "1"], "--group-size 1 is out of range"),
-        (FIVE, ["--batch-size", "12"], "data.jsonl: 5 rows do not fill a batch of 6"),
-        (FIVE, ["--group-size", "4"], "every row needs --group-size completions"),
-        (FIVE, ["--online", "--group-size", "4", "--batch-size", "24"], "5 rows do not fill a batch of 6"),
+        (["--batch-size", "7"], "--batch-size 7 is not a multiple of --group-size 2"),
+        (["--group-size", "4"], "every row needs --group-size completions"),
+        (["--online", "--group-size", "4", "--batch-size", "24"], "5 rows do not fill a batch of 6"),
     ],
 )
-def test_what_cannot_be_trained_is_named(tmp_path, capsys, text, flags, said):
-    """The run ends with one line and code 1, and writes nothing."""
-    (tmp_path / "data.jsonl").write_text(text)
-    run = ["--dataset", tmp_path / "data.jsonl", "--batch-size", "8", "--eval-dataset", "", *flags]
-    with pytest.raises(SystemExit) as stop:
-        train(*run, "--output-dir", tmp_path / "run")
-    message = capsys.readouterr().err.strip().splitlines()[-1]
-    assert stop.value.code == 1 and message.startswith("error: ") and said in message, message
-    assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
+def test_groups_that_do_not_fit_the_flags(tmp_path, capsys, flags, said):
+    run = ["--dataset", write_rows(tmp_path / "data.jsonl", [GOOD] * 5), "--batch-size", "8", *flags]
+    with pytest.raises(SystemExit):
+        train(*run, "--eval-dataset", "", "--output-dir", tmp_path / "run")
+    assert said in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

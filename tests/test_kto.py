@@ -1,40 +1,32 @@
 """KTO: loss and z_0 by hand, the same numbers for every layout, labels, rounds, resume."""
 
-import gzip
-import json
 import math
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, finish, metrics, refused, run_ranks, start_ranks
+from conftest import ROOT, agree, metrics, read_rows, refused, run_layouts, run_ranks, write_rows
 from transformers import AutoModelForCausalLM
+from worker import run_here
 
-from kto_humanline import Args, encode_row, kto_loss, load_groups, make_group, mismatch
+import kto_humanline
+from kto_humanline import Args, encode_row, kto_loss, make_group, mismatch
 from utils import Example, load_tokenizer, token_logps
 
 TOY = ROOT / "toy" / "tales"
 RUN = ["--num-steps", "4", "--warmup-fraction", "0", "--batch-size", "16", "--k", "2", "--eval-dataset", ""]
 RUN += ["--checkpoint-every", "0"]
-
-
-def toy_rows(count: int) -> list[dict]:
-    return [json.loads(line) for line in gzip.open(TOY / "preferences_train.jsonl.gz", "rt")][:count]
-
-
-def write(path, rows) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+ROWS = read_rows(TOY / "preferences_train.jsonl.gz")
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder, unpaired = tmp_path_factory.mktemp("kto"), []
-    for i, row in enumerate(toy_rows(64)):
+    for i, row in enumerate(ROWS[:64]):
         text = row["chosen" if i % 3 else "rejected"]
         unpaired.append({"prompt": row["prompt"], "completion": text, "label": i % 3 > 0})
-    paired = write(folder / "pairs.jsonl", toy_rows(64))
-    return {"paired": paired, "unpaired": write(folder / "unpaired.jsonl", unpaired)}
+    paired = write_rows(folder / "pairs.jsonl", ROWS[:64])
+    return {"paired": paired, "unpaired": write_rows(folder / "unpaired.jsonl", unpaired)}
 
 
 def test_loss_equals_equation_7_by_hand_and_gradient_finite_differences():
@@ -79,22 +71,13 @@ def test_a_round_makes_the_best_desirable_and_the_worst_undesirable():
 
 def test_z_0_by_hand(files, tmp_path):
     """Step 1 at k=1: the reference is the initial policy, the policy one update on; a batch is all rows."""
-    flags = [
-        "--dataset",
-        files["paired"],
-        "--eval-dataset",
-        "",
-        "--batch-size",
-        "128",
-        "--warmup-fraction",
-        "0",
-    ]
-    flags += ["--k", "1", "--lr", "0.003", "--log-epsilon-P", "-0.3", "--log-epsilon-R", "0.3", "--num-steps"]
+    flags = [*RUN, "--dataset", files["paired"], "--batch-size", "128", "--k", "1", "--lr", "0.003"]
+    flags += ["--log-epsilon-P", "-0.3", "--log-epsilon-R", "0.3", "--num-steps"]
     two_steps = [*flags, "2", "--output-dir", f"{tmp_path}/run"]
     one_step = [*flags, "1", "--output-dir", f"{tmp_path}/one"]
     run_ranks(1, [two_steps, one_step], script="kto_humanline")
     tokenizer, eos_ids = load_tokenizer(str(TOY / "policy"))
-    groups = [encode_row(Args(), tokenizer, eos_ids, row) for row in toy_rows(64)]
+    groups = [encode_row(Args(), tokenizer, eos_ids, row) for row in ROWS[:64]]
     order = np.random.default_rng((1, 1)).permutation(64)  # epoch 1: a batch is the whole set
     batch = [member for i in order for member in groups[i]]
     policy, reference = (
@@ -116,72 +99,42 @@ def test_z_0_by_hand(files, tmp_path):
     assert second["kto/z_0"] == pytest.approx(max(total / 128, 0), rel=1e-6, abs=1e-9)
 
 
-JOBS = [("paired", "--humanline"), ("unpaired", "--humanline"), ("paired", "--no-humanline")]
 LAYOUTS = [(1, "0"), (1, "1"), (2, "120")]  # ranks, --micro-batch-tokens: the whole batch, one sequence, four
 EXACT = ["--max-grad-norm", "1e9"]  # the norm is rounded to fp32, and so is what is clipped by it
 SAME = ["kto/z_0", "loss", "rewards/chosen", "rewards/rejected", "humanline/log_ratio_abs_mean"]
 
 
 def test_z_0_loss_and_gradient_norm_agree_for_all_layouts(files, tmp_path):
-    expected = {}
-    for number, (ranks, size) in enumerate(LAYOUTS):
-        runs = []
-        for data, flag in JOBS:
-            runs.append([*RUN, *EXACT, flag, "--dataset", files[data], "--micro-batch-tokens", size])
-            runs[-1] += ["--output-dir", f"{tmp_path}/{number} {data} {flag}"]
-        run_ranks(ranks, runs, script="kto_humanline")
-        for job, arguments in zip(JOBS, runs):
-            steps = metrics(arguments[-1])
-            for a, b in zip(expected.setdefault(job, steps), steps, strict=True):
-                assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-6)
-                for key in SAME:
-                    assert b[key] == pytest.approx(a[key], rel=1e-9, abs=1e-12), (job, key, a["step"])
+    jobs = {name: [*RUN, *EXACT, "--dataset", path] for name, path in files.items()}
+    jobs["no humanline"] = [*jobs["paired"], "--no-humanline"]
+    for expected, *others in run_layouts(tmp_path, jobs, LAYOUTS, "kto_humanline").values():
+        for steps in others:
+            agree(expected, steps, SAME, rel=1e-9)
+            agree(expected, steps, ["grad_norm"], rel=1e-6)
 
 
 def test_a_batch_with_one_prompt_stops_and_says_so(tmp_path):
-    rows = [row for row in toy_rows(400) if row["prompt"] == "about cat"][:8]
-    run = [*RUN, "--dataset", write(tmp_path / "one.jsonl", rows), "--output-dir", str(tmp_path / "run")]
+    rows = [row for row in ROWS if row["prompt"] == "about cat"][:8]
+    run = [*RUN, "--dataset", write_rows(tmp_path / "one.jsonl", rows), "--output-dir", str(tmp_path / "run")]
     message = refused(run, script="kto_humanline")
     assert "step 0: the batch has one prompt" in message and "--batch-size" in message
 
 
-@pytest.mark.parametrize("label", ["true", None, -1, 0.5])
-def test_labels_that_are_not_booleans_are_named(tmp_path, label, capsys):
-    rows = [{"prompt": "about cat", "completion": "the", "label": value} for value in (True, label)]
-    data = write(tmp_path / "bad.jsonl", rows)
-    with pytest.raises(SystemExit):
-        load_groups(Args(), *load_tokenizer(str(TOY / "policy")), data, "train")
-    assert "bad.jsonl, line 2: " in capsys.readouterr().err
-
-
 def test_one_class_only_trains(tmp_path):
-    rows = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in toy_rows(32)]
-    run = [*RUN, "--dataset", write(tmp_path / "good.jsonl", rows), "--output-dir", str(tmp_path / "run")]
-    run_ranks(1, [run], script="kto_humanline")
-    steps = metrics(tmp_path / "run")
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in ROWS[:32]]
+    data = write_rows(tmp_path / "good.jsonl", rows)
+    steps = metrics(run_here(kto_humanline, *RUN, "--dataset", data, "--output-dir", tmp_path / "run"))
     assert steps[-1]["rewards/chosen"] > 0 and "rewards/rejected" not in steps[-1]
 
 
-ONLINE = ["--online", "--engine", "hf", "--round-prompts", "12", "--max-new-tokens", "40"]
-ONLINE += ["--eval-samples", "4"]
-
-
-def test_online_splits_best_and_worst_and_resumes(files, tmp_path, monkeypatch):
-    data = ["--dataset", files["paired"], "--eval-dataset", files["paired"]]
-    run = [*RUN[:-1], "2", *ONLINE, *data, "--output-dir"]
-    run_ranks(1, [[*run, f"{tmp_path}/one"]], script="kto_humanline")
-    run_ranks(2, [[*run, f"{tmp_path}/two"]], script="kto_humanline")
+def test_online_splits_best_and_worst_and_resumes(files, tmp_path, kill_and_resume):
+    run = [*RUN[:-1], "2", "--online", "--engine", "hf", "--round-prompts", "12", "--max-new-tokens", "40"]
+    run += ["--eval-samples", "4", "--dataset", files["paired"], "--eval-dataset", files["paired"]]
+    run_ranks(1, [[*run, "--output-dir", f"{tmp_path}/one"]], script="kto_humanline")
+    run_ranks(2, [[*run, "--output-dir", f"{tmp_path}/two"]], script="kto_humanline")
     steps = metrics(tmp_path / "one", True)
     assert [step["rollout/age_steps"] for step in steps] == [0, 0, 1, 0]  # 12 pairs a round, 8 a step
     assert [step["humanline/steps_since_sync"] for step in steps] == [0, 0, 1, 0]
-    for a, b in zip(steps, metrics(tmp_path / "two", True), strict=True):
-        assert a.keys() == b.keys() and b["loss"] == pytest.approx(a["loss"], rel=1e-5)
-        assert b.get("rollout/reward_mean") == a.get("rollout/reward_mean")
-    monkeypatch.setenv("KILL", "kto_loss 5")  # the first is the evaluation, the fifth step 3
-    (killed,) = start_ranks(1, [[*run, f"{tmp_path}/cut"]], "killing_worker.py", "kto_humanline")
-    finish([killed])
-    assert killed.exitcode == -9 and len(metrics(tmp_path / "cut")) == 3
-    run_ranks(1, [["--resume", f"{tmp_path}/cut"]], script="kto_humanline")
-    assert metrics(tmp_path / "cut", True) == steps
-    for file in ("summary.json", "final/model.safetensors"):
-        assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "one" / file).read_bytes()
+    agree(steps, metrics(tmp_path / "two", True), ["loss", "rollout/reward_mean"])
+    # The first call is the evaluation, the fifth step 3.
+    kill_and_resume(tmp_path / "one", run, "kto_loss 5", "kto_humanline")
