@@ -239,7 +239,7 @@ def read_pool(checkpoint: Path) -> list[tuple]:
     return [tuple(Example(*values) for values in group) for group in state["pool"]]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def one_rank():
     """A process group of one in this process, for functions that use collectives."""
     import torch.distributed as dist

@@ -1,13 +1,10 @@
 """toy/stories.py: the judge, what it draws, and the files of toy/stories."""
 
-import gzip
-import json
 import random
 
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import ROOT, parse_args
+from conftest import ROOT, read_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import grpo_humanline
@@ -15,12 +12,10 @@ import utils
 from toy import stories
 
 FOLDER = ROOT / "toy" / "stories"
-LENGTHS = ["--max-prompt-length", "32", "--max-length", "96"]
 
 
 def rows_of(name: str) -> list[dict]:
-    with gzip.open(FOLDER / f"{name}.jsonl.gz", "rt", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    return read_rows(FOLDER / f"{name}.jsonl.gz")
 
 
 @pytest.fixture(scope="module")
@@ -41,27 +36,18 @@ def test_the_judge_is_vaders_mean_over_sentences():
 
 
 def test_the_last_sentence_of_an_unfinished_completion_counts_nothing():
-    whole = stories.judge_story("", " She was happy. He was sad.")
     cut = stories.judge_story("", " She was happy. He was sad", finished=False)
-    assert cut == pytest.approx(0.5719 / 2) and cut > whole
-    assert stories.judge_story("", " She was happy", finished=False) == 0.0
-    assert stories.judge_story("", " She was happy.", finished=False) == 0.0
-
-
-@pytest.mark.parametrize("empty", ["", " ", "\n"])
-def test_an_empty_completion_counts_nothing(empty):
-    assert stories.judge_story("She was happy.", empty) == 0.0
-    assert stories.judge_story("She was happy.", empty, finished=False) == 0.0
+    assert cut == pytest.approx(0.5719 / 2)
+    for text in (" She was happy", " She was happy.", "", " ", "\n"):
+        assert stories.judge_story("She was happy.", text, finished=False) == 0.0
+    for empty in ("", " ", "\n"):
+        assert stories.judge_story("She was happy.", empty) == 0.0
 
 
 def test_sentences_end_where_another_one_begins():
     text = ' and "Hi!" said Tim. "Wow, a dog!" Tom ran... He fell! and cried.'
-    assert stories.sentences(text) == [
-        'and "Hi!" said Tim.',
-        '"Wow, a dog!"',
-        "Tom ran...",
-        "He fell! and cried.",
-    ]
+    wanted = ['and "Hi!" said Tim.', '"Wow, a dog!"', "Tom ran...", "He fell! and cried."]
+    assert stories.sentences(text) == wanted
 
 
 def test_distinct_trigrams_are_a_share():
@@ -106,33 +92,27 @@ def test_labels_agree_with_the_judge_as_often_as_the_scale_says():
 # --- the files ---
 
 
-def test_the_scripts_read_every_row_and_its_tokens_are_its_text(policy):
-    _, tokenizer = policy
-    flags = ["--model", str(FOLDER / "policy"), "--dataset", "x.jsonl", *LENGTHS]
-    args = parse_args(grpo_humanline, flags)
-    tokenizer, eos_ids = utils.load_tokenizer(args.model)
+def test_the_scripts_read_every_row_and_its_tokens_are_its_text(one_rank):
+    args = grpo_humanline.Args(max_prompt_length=32, max_length=96)
+    tokenizer, eos_ids = utils.load_tokenizer(str(FOLDER / "policy"))
     assert eos_ids == {2}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        for name, count in (("train", 8192), ("tune", 256), ("test", 256)):
-            path = f"{FOLDER}/preferences_{name}.jsonl.gz"
-            groups = grpo_humanline.load_groups(args, tokenizer, eos_ids, path, "")
-            rows = rows_of(f"preferences_{name}")
-            assert len(groups) == len(rows) == count
-            for group, row in zip(groups, rows):
-                for example, side in zip(group, ("chosen", "rejected")):
-                    assert example.completion_ids[-1] == 2 and 2 not in example.completion_ids[:-1]
-                    assert len(example.prompt_ids) <= 25 and example.prompt_ids[0] == 1
-                    text = utils.decode_completion(tokenizer, example, example.completion_ids)
-                    assert text == row[side]
-    finally:
-        dist.destroy_process_group()
+    for name, count in (("train", 8192), ("tune", 256), ("test", 256)):
+        path = f"{FOLDER}/preferences_{name}.jsonl.gz"
+        groups = grpo_humanline.load_groups(args, tokenizer, eos_ids, path, "")
+        rows = read_rows(path)
+        assert len(groups) == len(rows) == count
+        for group, row in zip(groups, rows):
+            for example, side in zip(group, ("chosen", "rejected")):
+                assert example.completion_ids[-1] == 2 and 2 not in example.completion_ids[:-1]
+                assert len(example.prompt_ids) <= 25 and example.prompt_ids[0] == 1
+                text = utils.decode_completion(tokenizer, example, example.completion_ids)
+                assert text == row[side]
 
 
 def test_the_splits_share_no_prompt_and_the_committed_scores_are_the_judges():
-    prompts = {
-        name: {row["prompt"] for row in rows_of(f"prompts_{name}")} for name in ("train", "tune", "test")
-    }
+    prompts = {}
+    for name in ("train", "tune", "test"):
+        prompts[name] = {row["prompt"] for row in rows_of(f"prompts_{name}")}
     assert {name: len(texts) for name, texts in prompts.items()} == {"train": 1024, "tune": 256, "test": 256}
     assert len(set.union(*prompts.values())) == 1536
     for name, texts in prompts.items():

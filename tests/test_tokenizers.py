@@ -4,7 +4,7 @@ Three kinds: tekken (bytes, 131,072 tokens); SentencePiece as transformers conve
 the tokenizer.json files of Llama 2 and Zephyr, which begins the text after every special token with a space.
 """
 
-import json
+import importlib
 import math
 from functools import cache
 from importlib.resources import files
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SCRIPTS, SHARED, metrics, run_ranks
+from conftest import SCRIPTS, SHARED, metrics, read_rows, write_rows
 from mistral_common.integrations.chat_templates.chat_templates import convert_tokenizer_to_chat_template
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.protocol.instruct.validator import ValidationMode
@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.integrations.mistral import convert_tekken_tokenizer
+from worker import note_batches, run_here
 
 import dpo_humanline
 import utils
@@ -122,16 +123,16 @@ def whole_ids(tokenizer, prompt, completion: str, begin: int) -> list[int]:
 def test_prompt_and_completion_are_the_whole_rendering_on_all_real_pairs(
     one_rank, capsys, monkeypatch, load, tmp_path, kind, template
 ):
-    tokenizer, rows = load(kind), [*map(json.loads, REAL.open())]
+    tokenizer, rows = load(kind), read_rows(REAL)
     if template == "none":
         monkeypatch.setattr(tokenizer, "chat_template", None)
         for row in rows:
             turns = [f"{m['role'].title()}: {m['content']}" for m in row["prompt"]]
             row["prompt"] = "\n".join([*turns, "Assistant:\n"])
             row |= {key: row[key][0]["content"] for key in ("chosen", "rejected")}
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_rows(tmp_path / "rows.jsonl", rows)
     args = dpo_humanline.Args(max_prompt_length=20000, max_length=40000)
-    groups = dpo_humanline.load_groups(args, tokenizer, {2}, str(tmp_path / "rows.jsonl"), "")
+    groups = dpo_humanline.load_groups(args, tokenizer, {2}, data, "")
     assert "rows.jsonl: 299 rows; a prompt ends " in capsys.readouterr().out  # none is left out
     for row, group in zip(rows, groups, strict=True):
         for example, completion in zip(group, (row["chosen"], row["rejected"]), strict=True):
@@ -148,7 +149,7 @@ def test_tokens_are_those_of_mistrals_own_encoder(load, kind):
     tokenizer, rows = load(kind), []
     encoder = MistralTokenizer.from_file(source(kind), mode=ValidationMode.finetuning)
     if REAL.exists():
-        rows = [(row["prompt"], row["chosen"][0]["content"]) for row in map(json.loads, REAL.open())]
+        rows = [(row["prompt"], row["chosen"][0]["content"]) for row in read_rows(REAL)]
         rows = [row for row in rows if kind == "tekken" or "  " not in str(row)]
         assert len(rows) > 200
     for prompt, completion in [(CONVERSATION, "Rome, bien sûr."), *rows]:
@@ -216,51 +217,50 @@ def summed_logps(folder: Path, ids: list[int], begin: int) -> float:
 @real
 @pytest.mark.parametrize("kind", ["tekken", "llama2"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_three_steps_train_on_the_tokens_of_the_whole_rendering(tmp_path, model, load, script, kind):
-    folder, tokenizer, short_pairs = model(kind), load(kind), tmp_path / "short.jsonl"
-    short_pairs.write_text("".join(sorted(REAL.open(), key=len)[:2]))
-    run = [*SHORT, "--model", str(folder), "--dataset", str(short_pairs)]
+def test_three_steps_train_on_the_tokens_of_the_whole_rendering(
+    tmp_path, monkeypatch, model, load, script, kind
+):
+    rows = sorted(read_rows(REAL), key=lambda row: len(str(row)))[:2]
+    folder, tokenizer, script = model(kind), load(kind), importlib.import_module(script)
+    batches, read = note_batches(script, monkeypatch), {}
+    run = [*SHORT, "--model", folder, "--dataset", write_rows(tmp_path / "rows.jsonl", rows)]
     # all rows in every step
-    run += ["--batch-size", "2" if script == "dpo_humanline" else "4", "--output-dir"]
+    run += ["--batch-size", "2" if script is dpo_humanline else "4"]
     judged_by = model("llama2") / "judge"  # also where the policy has another tokenizer
-    online = ["--online", "--reward-model", str(judged_by), "--reward-threshold", "0"]
-    runs = [[*run, str(tmp_path / "offline")], [*run, str(tmp_path / "online"), *online]]
-    run_ranks(1, runs, "tokens_worker.py", script)
-    for name in ("offline", "online"):
+    online = ["--online", "--reward-model", judged_by, "--reward-threshold", "0"]
+    for name, flags in {"offline": [], "online": online}.items():
+        batches.clear()
+        run_here(script, *run, *flags, "--output-dir", tmp_path / name)
+        read[name] = [x for batch in batches for x in batch]
         assert [line["step"] for line in metrics(tmp_path / name)] == [0, 1, 2]
         assert all(math.isfinite(value) for line in metrics(tmp_path / name) for value in line.values())
         assert metrics(tmp_path / name)[0]["grad_norm"] > 0
 
-    begins, whole = {}, {"chosen": [], "rejected": []}
-    for row in map(json.loads, short_pairs.open()):
+    begins, expected, logps = {}, set(), {"chosen": 0.0, "rejected": 0.0}
+    for row in rows:
         ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
         begins[tuple(ids)] = row["prompt"]
-        for key in whole:
-            text = row[key][0]["content"]
-            whole[key].append((len(ids), whole_ids(tokenizer, row["prompt"], text, len(ids))))
-
-    def read(name: str) -> list[dict]:
-        batches = json.loads((tmp_path / name / "batches.json").read_text())
-        return [x for batch in batches for x in batch]
-
-    expected = {tuple(ids) for rows in whole.values() for _, ids in rows}
-    seen = [x for x in read("offline") if tuple(x["prompt_ids"] + x["completion_ids"]) in expected]
-    assert len(seen) == 3 * 4 and {tuple(x["prompt_ids"] + x["completion_ids"]) for x in seen} == expected
-    for key, rows in whole.items():
-        told = sum(summed_logps(folder, ids, begin) for begin, ids in rows) / 2
-        assert metrics(tmp_path / "offline")[0][f"logps/{key}"] == pytest.approx(told, rel=1e-5)
+        for side in logps:
+            whole = whole_ids(tokenizer, row["prompt"], row[side][0]["content"], len(ids))
+            expected.add(tuple(whole))
+            logps[side] += summed_logps(folder, whole, len(ids)) / 2
+    seen = [tuple(x.prompt_ids + x.completion_ids) for x in read["offline"]]
+    seen = [ids for ids in seen if ids in expected]  # KTO's z_0 reads others too
+    assert len(seen) == 3 * 4 and set(seen) == expected
+    for side, told in logps.items():
+        assert metrics(tmp_path / "offline")[0][f"logps/{side}"] == pytest.approx(told, rel=1e-5)
 
     judge, its = MistralForSequenceClassification.from_pretrained(judged_by), load("llama2")
-    for x in read("online"):
-        assert tuple(x["prompt_ids"]) in begins and 0 < len(x["completion_ids"]) <= 6
-        assert tokenizer.eos_token_id not in x["completion_ids"][:-1]
-    unfinished = [x for x in read("online") if x["completion_ids"][-1] != tokenizer.eos_token_id]
-    for x in unfinished[: 4 if script != "kto_humanline" else 0]:  # KTO's reward is 1 or 0
-        text = tokenizer.decode(x["completion_ids"], skip_special_tokens=True)
-        prompt = begins[tuple(x["prompt_ids"])]
+    for x in read["online"]:
+        assert tuple(x.prompt_ids) in begins and 0 < len(x.completion_ids) <= 6
+        assert tokenizer.eos_token_id not in x.completion_ids[:-1]
+    unfinished = [x for x in read["online"] if x.completion_ids[-1] != tokenizer.eos_token_id]
+    for x in unfinished[: 4 if script.__name__ != "kto_humanline" else 0]:  # KTO's reward is 1 or 0
+        text = tokenizer.decode(x.completion_ids, skip_special_tokens=True)
+        prompt = begins[tuple(x.prompt_ids)]
         begin = len(its.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
         ids = whole_ids(its, prompt, text, begin)[:-1]
-        assert judge(torch.tensor([ids])).logits.item() == pytest.approx(x["reward"], abs=1e-5)
+        assert judge(torch.tensor([ids])).logits.item() == pytest.approx(x.reward, abs=1e-5)
 
 
 # --- what else a Mistral or Llama folder brings ---
