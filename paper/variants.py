@@ -81,10 +81,8 @@ def cispo(clipped_log_ratio, log_ratio, advantages, beta, epsilon, upper=5.0):
     log π_θ/π_ref has the gradient of log π_θ, since π_ref is constant. upper: as in TRL's documentation.
     """
     ratio = clipped_log_ratio.exp()
-    loss = (
-        penalty(log_ratio, beta)
-        - ratio.clamp(max=upper).detach() * advantages.unsqueeze(-1) * clipped_log_ratio
-    )
+    weight = ratio.clamp(max=upper).detach() * advantages.unsqueeze(-1)
+    loss = penalty(log_ratio, beta) - weight * clipped_log_ratio
     return loss, ratio.detach(), penalty(log_ratio, 1).detach(), torch.zeros_like(ratio, dtype=torch.bool)
 
 
@@ -107,9 +105,8 @@ def gspo(args, log_ratio):
 
     Here a mean over tokens follows, there one over sequences: longer ones weigh more here.
     """
-    total = (log_ratio * LAST.mask).sum(-1, keepdim=True)
-    mean = total / LAST.mask.sum(-1, keepdim=True)
-    return mean.expand_as(log_ratio)
+    lengths = LAST.mask.sum(-1, keepdim=True)
+    return ((log_ratio * LAST.mask).sum(-1, keepdim=True) / lengths).expand_as(log_ratio)
 
 
 def m2po(clipped_log_ratio, log_ratio, advantages, beta, epsilon, limit=0.04):
@@ -145,9 +142,8 @@ VARIANTS = {  # {name: (the script's function, what replaces it)}
 
 
 def main(words: list[str]):
-    names = ("dpo_humanline", "kto_humanline", "grpo_humanline", "grpo_math_humanline")
-    if len(words) < 2 or words[0] not in VARIANTS or words[1] not in names:
-        raise SystemExit(f"error: name one of {', '.join(VARIANTS)}, then one of {', '.join(names)}")
+    if len(words) < 2 or words[0] not in VARIANTS or not words[1].endswith("_humanline"):
+        raise SystemExit(f"error: name one of {', '.join(VARIANTS)}, then a script, without .py")
     function, replacement = VARIANTS[words[0]]
     script = import_module(words[1])
     if not hasattr(script, function):

@@ -10,7 +10,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from conftest import PAIRS, ROOT, TOY, run_ranks
+from conftest import PAIRS, ROOT, TOY, run_ranks, write_rows
 
 constants = pytest.importorskip("alpaca_eval.constants")
 WORDS = "queen clerk baker nurse pilot judge tailor farmer".split()  # of the toy's prompts, or unknown to it
@@ -43,8 +43,8 @@ class Judge(BaseHTTPRequestHandler):
 
 def test_the_command_judges_every_output_with_our_annotator_and_the_packages_prompt(tmp_path):
     (tmp_path / "ref.json").write_text(json.dumps(REFERENCE))
-    (tmp_path / "ref.jsonl").write_text("".join(json.dumps(row) + "\n" for row in REFERENCE))
-    run = ["--model", str(TOY / "policy"), "--dataset", PAIRS, "--eval-dataset", str(tmp_path / "ref.jsonl")]
+    data = write_rows(tmp_path / "ref.jsonl", REFERENCE)
+    run = ["--model", str(TOY / "policy"), "--dataset", PAIRS, "--eval-dataset", data]
     run += ["--num-steps", "1", "--batch-size", "8", "--max-new-tokens", "16"]
     run_ranks(1, [[*run, "--output-dir", str(tmp_path / "mine")]])
     outputs = json.loads((tmp_path / "mine" / "outputs.json").read_text())

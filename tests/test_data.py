@@ -188,19 +188,6 @@ def test_a_completion_is_the_assistants(load):
         assert groups == [] and "line 1" in told
 
 
-def test_prompts_are_those_of_trl(load):
-    trl = pytest.importorskip("trl.data_utils")
-    explicit = [
-        {"prompt": [U(p)], "chosen": [A(c)], "rejected": [A(r)]} for p, c, r in map(dict.values, ROWS)
-    ]
-    implicit = [{key: row["prompt"] + row[key] for key in ("chosen", "rejected")} for row in explicit]
-    assert [trl.maybe_extract_prompt(row) for row in implicit] == explicit
-    assert load(explicit) == load(implicit)
-    unpaired = list(trl.unpair_preference_dataset(datasets.Dataset.from_list(explicit)))
-    halves = [x for (x,) in load(unpaired, script=kto_humanline)[0]]
-    assert halves == [x for side in zip(*load(explicit)[0]) for x in side]  # TRL puts the chosen ones first
-
-
 @pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz", "r.parquet"])
 def test_file_kinds_give_the_same_pairs_and_blank_lines_none(load, tmp_path, name):
     rows = [{"prompt": [U(row["prompt"])], "chosen": [A("a")], "rejected": [A("b")]} for row in ROWS]

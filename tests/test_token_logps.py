@@ -81,10 +81,6 @@ def test_logits_are_fp32_when_the_model_is_bf16():
         expected = logits[:, :-1].log_softmax(-1).gather(2, input_ids[:, 1:, None]).squeeze(2)
         logps = token_logps(model, input_ids, mask)
     torch.testing.assert_close(logps[:, 1:], expected * mask[:, 1:], rtol=1e-6, atol=1e-6)
-    # what bf16 logits would have cost
-    bf16_logits = (hidden @ model.lm_head.weight.T).float()
-    rounded = bf16_logits[:, :-1].log_softmax(-1).gather(2, input_ids[:, 1:, None]).squeeze(2)
-    assert (rounded * mask[:, 1:] - logps[:, 1:]).abs().max() > 1e-3
 
 
 def test_the_head_never_sees_prompt_tokens_and_is_restored(monkeypatch):
