@@ -18,23 +18,17 @@ humanline/clipped_low humanline/clipped_high humanline/log_ratio_abs_mean humanl
 perf/step_time perf/tokens_per_second perf/peak_memory""".split()
 
 
-@pytest.fixture(scope="module")
-def bf16_policy(tmp_path_factory, tied_policy):
-    folder = tmp_path_factory.mktemp("bf16")
-    AutoModelForCausalLM.from_pretrained(tied_policy, dtype=torch.bfloat16).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tied_policy).save_pretrained(folder)
-    return str(folder)
-
-
-def test_final_loads_with_the_dtype_and_the_ties_of_the_initial_model(tmp_path, bf16_policy):
+def test_final_loads_with_the_dtype_and_the_ties_of_the_initial_model(tmp_path, tied_policy):
     """And it is evaluated as exported: sampling from it agrees with the policy, or the run would stop."""
+    initial = AutoModelForCausalLM.from_pretrained(tied_policy, dtype=torch.bfloat16)
+    model = str(shutil.copytree(tied_policy, tmp_path / "model"))
+    initial.save_pretrained(model)
     evaluation = ["--eval-dataset", str(TOY / "prompts_test.jsonl.gz"), "--eval-samples", "32"]
     evaluation += ["--reward-model", JUDGE]
-    run_ranks(2, [[*RUN, "--model", bf16_policy, *evaluation, "--output-dir", str(tmp_path / "run")]])
+    run_ranks(2, [[*RUN, "--model", model, *evaluation, "--output-dir", str(tmp_path / "run")]])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert {"eval/reward", "eval/win_rate"} <= set(summary["after"]) and "eval/margin" not in summary["after"]
     folder = tmp_path / "run" / "final"
-    initial = AutoModelForCausalLM.from_pretrained(bf16_policy)
     final = AutoModelForCausalLM.from_pretrained(folder)
     assert type(final) is type(initial) and final.dtype == torch.bfloat16
     assert final.lm_head.weight.data_ptr() == final.model.embed_tokens.weight.data_ptr()
@@ -69,8 +63,8 @@ def test_sampling_defaults_of_the_model_neither_leak_nor_break_the_export(tmp_pa
     (odd / "generation_config.json").write_text(json.dumps(defaults))
     judge = ["--reward-model", JUDGE, "--eval-dataset", PAIRS, "--eval-samples", "16", "--dtype", "float64"]
     models = {"plain": str(TOY / "policy"), "odd": str(odd)}
-    for name, model in models.items():
-        run_ranks(1, [[*RUN, "--model", model, *judge, "--output-dir", str(tmp_path / name)]])
+    runs = [[*RUN, "--model", models[name], *judge, "--output-dir", str(tmp_path / name)] for name in models]
+    run_ranks(1, runs)
     plain, changed = ((tmp_path / name / "summary.json").read_text() for name in models)
     assert plain == changed
     assert "repetition_penalty" not in (tmp_path / "odd" / "final" / "generation_config.json").read_text()
