@@ -1,17 +1,16 @@
 """One rank with an FSDP2 policy that vLLM and transformers sample; writes what it finds as JSON."""
 
-import gzip
 import json
 import os
 import random
-import sys
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from conftest import TOY, parse_args
+from conftest import TOY, parse_args, read_rows
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
+from worker import argument_lists
 
 import dpo_humanline as script
 import utils
@@ -43,9 +42,9 @@ def look(model: str, temperature: str) -> dict:
     policy = fully_shard(AutoModelForCausalLM.from_pretrained(model), reshard_after_forward=True)
     tokenizer, eos_ids = utils.load_tokenizer(model)
     prompts = []
-    for line in list(gzip.open(TOY / "prompts_test.jsonl.gz", "rt"))[:64]:
-        row = json.loads(line)["prompt"]
-        prompts.append(utils.Example(row, utils.encode(tokenizer, eos_ids, row)[0]))
+    for row in read_rows(TOY / "prompts_test.jsonl.gz")[:64]:
+        prompt_ids, _ = utils.encode(tokenizer, eos_ids, row["prompt"])
+        prompts.append(utils.Example(row["prompt"], prompt_ids))
     flags = ["--model", model, "--dataset", "none.jsonl", "--temperature", temperature]
     flags += ["--max-prompt-length", "4096", "--max-new-tokens", "12"]  # more than the toy's positions
     samplers = {}
@@ -75,8 +74,7 @@ def look(model: str, temperature: str) -> dict:
 
 
 if __name__ == "__main__":
-    ((model, path, temperature),) = json.loads(sys.argv[1])
-    os.environ["MASTER_PORT"] = str(json.loads(os.environ["PORTS"])[0])
+    ((model, path, temperature),) = argument_lists()
     rank = int(os.environ.get("RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
     store = None if world > 1 else dist.HashStore()
