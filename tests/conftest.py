@@ -189,13 +189,15 @@ def run_layouts(folder: Path, jobs: dict, layouts: list[tuple], script="dpo_huma
 
     A layout: ranks, --micro-batch-tokens and what may follow it, and the names of its jobs, if not all.
     """
-    found = defaultdict(list)
+    starts = defaultdict(list)  # {ranks: argument lists}
     for number, (ranks, size, *names) in enumerate(layouts):
-        runs = []
         for name in names or jobs:
             layout = ["--micro-batch-tokens", *size.split(), "--output-dir", f"{folder}/{number}/{name}"]
-            runs.append([*jobs[name], *layout])
-        run_ranks(ranks, runs, script=script)
+            starts[ranks].append([*jobs[name], *layout])
+    for ranks, runs in starts.items():
+        run_ranks(ranks, runs, script=script, timeout=560)
+    found = defaultdict(list)
+    for number, (_, _, *names) in enumerate(layouts):
         for name in names or jobs:
             found[name].append(metrics(folder / str(number) / name, True))
     return found
