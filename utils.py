@@ -164,7 +164,8 @@ def encode(
             raise CannotTrain("a token spans prompt and completion")
     if not completion_ids or completion_ids[0] in eos_ids:
         raise CannotTrain("the tokenizer drops its text")
-    # What the template writes behind the end of the turn is not the model's to say.
+    # A text without a template gets its end here. A template has one, and what it writes behind that is not
+    # the model's to say.
     return prompt_ids, until_end([*completion_ids, tokenizer.eos_token_id], eos_ids)
 
 
@@ -181,7 +182,7 @@ def mostly_unknown(tokenizer, ids: list[int]) -> bool:
 
 
 def check_rendering(before: str, whole: str, messages: list[dict]):
-    """Refuses a template that renders a prompt otherwise once it is answered, or that loses a message."""
+    """ValueError if an answer changes a prompt's rendering; CannotTrain if the text of a message is lost."""
     if not whole.startswith(before):
         raise ValueError(
             "the chat template renders a prompt differently once it is answered: pass --chat-template"
@@ -278,8 +279,8 @@ class HeadLogps(torch.autograd.Function):
     def backward(ctx, d_logps):
         hidden, targets, weight, bias, L = ctx.saved_tensors
         block_size, softcap, temperature = ctx.settings
-        # d_z below is the gradient in head(hidden); of it z has slope / temperature.
-        d_logps = d_logps[:, None] / temperature  # (N, 1)
+        # d_z is the gradient in z, over the temperature; times the slope of tanh it is that in head(hidden).
+        scaled = d_logps[:, None] / temperature  # (N, 1)
         d_hidden = torch.zeros_like(hidden, dtype=L.dtype)
         d_weight = torch.empty_like(weight)
         d_bias = None if bias is None else torch.empty_like(bias)
@@ -293,8 +294,8 @@ class HeadLogps(torch.autograd.Function):
                 slope = 1 - (z * (temperature / softcap)) ** 2  # of tanh
             columns, inside = locate(targets, start, z.shape[1])
             # In place: one more tensor of this size would double the peak of the backward pass.
-            d_z = z.sub_(L).exp_().mul_(-d_logps)
-            d_z.scatter_add_(1, columns, torch.where(inside, d_logps, 0))
+            d_z = z.sub_(L).exp_().mul_(-scaled)
+            d_z.scatter_add_(1, columns, torch.where(inside, scaled, 0))
             if softcap:
                 d_z.mul_(slope)
             if bias is not None:
@@ -322,7 +323,9 @@ def loop_attention(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward  # it takes half a second
 
-    if starts is None:  # not called by `token_logps`: without a mask, so padding may stand on the right alone
+    # Not from `token_logps`. transformers gives an attention that it does not know no mask, so padding may
+    # stand on the right alone.
+    if starts is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     lengths = starts.diff().tolist()
     queries = query.split(lengths, dim=2)
@@ -371,7 +374,8 @@ def choose_attention(model, longest: int) -> str:
     """Lets `token_logps` leave out padding, if a trial shows that this changes nothing.
 
     The trial is two equal sequences of 16 tokens: the log-probs of the first 8 must be those of the model's
-    own logits of 8 tokens alone. It is made with the attentions that need no padding, then with the model's
+    own logits of 8 tokens alone. Two show whether packed sequences see each other, the other 8 tokens whether
+    later ones are seen. It is made with the attentions that need no padding, then with the model's
     own. Returns the attention chosen, and why none before it was. Raises ValueError if all fail.
 
     longest: tokens of a sequence in training.
@@ -392,6 +396,7 @@ def choose_attention(model, longest: int) -> str:
     window = getattr(config, "sliding_window", None) or longest  # the packed ones have none
     other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     carries_state = other_layers or model._is_stateful  # from one sequence into the next: linear attention
+    # Packing replaces sdpa alone, in models that hand `starts` on and have no window or state.
     implementations = ["loop", own]
     reasons = ""
     if logits.is_cuda and logits.dtype == torch.bfloat16:
@@ -424,7 +429,8 @@ def pack(input_ids, selected) -> tuple:
     itself predicts none.
     """
     positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    lengths = (positions * selected).amax(1)  # (B,), the last selected place: what stands before it is read
+    # (B,): the place of the last selected token, which is the number of those before it. These are read.
+    lengths = (positions * selected).amax(1)
     starts = F.pad(lengths.cumsum(0), (1, 0))  # (B + 1,), with the end
     read = positions < lengths[:, None]
     inputs = {
@@ -493,8 +499,8 @@ def token_logps(
 def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int = 16384):
     """Splits sequences (or pairs) into forward passes of even work, pass i for rank i % ranks.
 
-    All ranks have as many passes, because FSDP gathers weights in all of them together; with fewer sequences
-    than ranks some are empty.
+    All ranks have as many passes, because FSDP gathers weights in all of them together. Some may be empty,
+    unless the sequences are a multiple of `ranks`, as a batch in training is.
 
     Args:
         lengths: of the sequences, in tokens.
@@ -547,12 +553,13 @@ def check_positions(config, longest: int, max_new_tokens: int):
     Learned positions end there. Dynamic and long RoPE change for a whole pass if one sequence in it is longer
     than the original positions. With other RoPE training may go beyond, and the sampler ends samples there.
     """
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {"rope_type": "none"}  # learned
+    # "none" is ours, for models without RoPE.
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {"rope_type": "none"}
     positions = max_positions(config)
     kinds = str(rope)  # as text, since some models have one for each type of layer
     if "none" in kinds or "dynamic" in kinds or "longrope" in kinds:
         positions = rope.get("original_max_position_embeddings") or positions
-    else:
+    else:  # a sample ends at the last position, so that what it may have must fit alone
         longest = max_new_tokens
     if longest > positions:
         flags = "--max-new-tokens, --max-prompt-length, --max-length"
@@ -726,7 +733,8 @@ class VllmEngine:
             requests.append({"prompt_token_ids": list(prompts[0])})
             own = self.params.clone()
             own.seed = seed
-            own.logprobs = 0 if i < CHECKED else None  # those of all would take as long as sampling
+            # Of the first, which hold the first of all ranks'; of all it would take as long as sampling.
+            own.logprobs = 0 if i < CHECKED else None
             params.append(own)
         outputs = []
         for result in self.llm.generate(requests, params, use_tqdm=dist.get_rank() == 0):
@@ -836,7 +844,8 @@ class Sampler:
         outputs = []
         for i in range(len(batches)):
             for ids, logps in of_engines[i % engines][i // engines]:
-                outputs.append((until_end(ids, self.eos_ids), logps))  # behind it stands padding
+                # hf has padding behind the end. vLLM's ids stop there, so that their log-probs are as many.
+                outputs.append((until_end(ids, self.eos_ids), logps))
         return outputs
 
     def check_engine(self, policy, samples: list[Example], reported: list) -> float:
