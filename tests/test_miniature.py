@@ -1,8 +1,7 @@
-"""paper/miniature.py and paper/trials.py: real runs of a figure, the judges, and the numbers of docs."""
+"""paper/miniature.py and paper/trials.py: real runs of a figure, and the judges."""
 
 import gzip
 import json
-import re
 import shlex
 import shutil
 import subprocess
@@ -163,69 +162,3 @@ def test_the_quarters_hold_the_rows_of_their_log_probs(tmp_path):
         averages.append([np.mean(plain_logps(toy / "policy", *turn)) for turn in turns])
     for low, high in zip(averages, averages[1:]):
         assert max(low) <= min(high)
-
-
-# --- the numbers of docs/replication.md ---
-
-NUMBER = r"[−-]?\d*\.\d+"
-
-
-def rounds_to(word: str, value: float) -> bool:
-    """Whether a number as it is written is the value, to as many places."""
-    places = len(word.partition(".")[2])
-    return abs(float(word.replace("−", "-")) - value) <= 0.5000001 * 10.0**-places
-
-
-def stray_numbers(text: str, names: list[str]) -> list[str]:
-    """The numbers with a decimal point of a text that are not of these figures.
-
-    `a ± b` must be the mean of an arm and half of its interval, any other number the mean of an arm, a
-    corrected p, seconds or a score of a timed run, or a number of a study's tests, to as many places.
-    """
-    known = []
-    intervals = []  # (mean, half)
-    for name in names:
-        for line in pictures.read(pictures.RESULTS, f"{name}_arms"):
-            if "high" in line:
-                intervals.append((line["mean"], (line["high"] - line["low"]) / 2))
-            keys = ("mean", "p_holm", "target", "seconds", "all_seconds", "judge")
-            known += [line[key] for key in keys if key in line]
-        if (pictures.RESULTS / f"{name}_tests.csv").exists():
-            for line in pictures.read(pictures.RESULTS, f"{name}_tests"):
-                known += [value for value in line.values() if isinstance(value, float)]
-    text = re.sub(r"`[^`]*`|\([^)\s]*\.\w+\)", "", text)  # code and links
-    pattern = rf"({NUMBER}) ± ({NUMBER})"
-    stray = []
-    for word, width in re.findall(pattern, text):
-        if not any(rounds_to(word, mean) and rounds_to(width, half) for mean, half in intervals):
-            stray.append(f"{word} ± {width}")
-    for word in re.findall(rf"(?<![\w.]){NUMBER}", re.sub(pattern, "", text)):
-        if not any(rounds_to(word, value) for value in known):
-            stray.append(word)
-    return stray
-
-
-def test_every_number_of_our_results_is_in_a_csv_that_its_row_links():
-    text = (ROOT / "docs/replication.md").read_text(encoding="utf-8")
-    links = dict(re.findall(r"^\[(\w+)\]: (\S+)$", text, re.MULTILINE))  # [f1]: where it leads
-    checked = 0
-    for line in text.splitlines():
-        line = re.sub(r"\[(\w+)\](?= \|$)", lambda link: links[link[1]], line)
-        if line.startswith("| ") and "results/" in line:
-            *_, here, _, link = (
-                cell.strip() for cell in line.strip("| ").split(" | ")
-            )  # between: the verdict
-            names = re.findall(r"results/(\w+?)(?:_arms)?\.csv", link)
-            assert names and re.search(r"\d\.\d", here), line
-            assert not stray_numbers(here, names), line
-            checked += 1
-    assert checked >= 12
-
-
-def test_a_number_that_is_in_no_csv_is_noticed():
-    line = pictures.read(pictures.RESULTS, "figure1_arms")[0]
-    half = line["high"] - line["mean"]
-    right = f"{line['mean']:.2f} ± {half:.2f}"
-    wrong = f"{line['mean']:.2f} ± {half + 0.3:.2f}"
-    assert stray_numbers(f"{right}, `0.123`", ["figure1"]) == []
-    assert stray_numbers(f"{wrong}, 0.55", ["figure1"]) == [wrong, "0.55"]
