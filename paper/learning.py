@@ -1,13 +1,10 @@
 """Learning curves of the toys' default runs beside fair baselines: a csv, and a picture for each script.
 
-    pip install -r paper/requirements.txt
-    python paper/learning.py              # into runs/results
-    python paper/learning.py --write      # over those of paper/results
+    python paper/learning.py --write      # over those of paper/results; without it into runs/results
 
-learning.csv has a row for each evaluation of each run: the reward model's score of samples for the held-out
-prompts. A run's last row has the hidden judge's score as well, which no run sees. The curves of math are
-those of stale.csv, whose humanline arm is the default run in float32. In a picture a thin line is a run, a
-thick one the mean over seeds. Step 0 is the score before training.
+learning.csv has a row for each evaluation: the reward of samples for held-out prompts, from step 0 on. The
+last of a run has the hidden judge's score too, which no run sees. The curves of math are those of stale.csv,
+whose humanline arm is the default run in float32. A thin line is a run, a thick one the mean over seeds.
 """
 
 import sys
@@ -23,9 +20,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from paper import curves, pictures, trials  # noqa: E402
 
-# By script, each arm's flags. The first is the default run. Others have their arm's best rate by the hidden
-# judge (figure1, instances), but GRPO's, whose default is worse for humanline too (parity, syncing).
-ARMS = {
+ARMS = {  # DPO's and KTO's offline rates are the best by the hidden judge (figure1, instances)
     "dpo": {"humanline": "", "offline, lr 3e-3": "--no-humanline --lr 3e-3"},
     "kto": {"humanline": "", "offline": "--no-humanline"},
     "grpo": {
@@ -41,14 +36,13 @@ MATH = {  # arms of stale.csv
     "CISPO": "S=64, CISPO",
     "S = 1": "S=1",
 }
-SEEDS = range(trials.FIRST_SEED, trials.FIRST_SEED + 3)
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000")  # Okabe and Ito's, for the colour-blind
 
 
-def runs() -> list[tuple]:
+def runs(seeds: int) -> list[tuple]:
     """(script, arm, seed, command), one seed of all after the other."""
     found = []
-    for seed in SEEDS:
+    for seed in range(trials.FIRST_SEED, trials.FIRST_SEED + seeds):
         for script, arms in ARMS.items():
             for arm, flags in arms.items():
                 line = f"python {script}_humanline.py --engine hf --checkpoint-every 0 --eval-every 32"
@@ -66,57 +60,50 @@ def rows_of(script: str, arm: str, seed: int, line: str, at: str) -> list[dict]:
     return rows
 
 
-def math_table() -> pd.DataFrame:
-    """The same rows of stale.csv."""
+def math_rows() -> list[dict]:
+    """The same of stale.csv."""
     arms = pictures.read(trials.RESULTS, "stale_arms")
-    (before,) = [line["mean"] for line in arms if (line["arm"], line["metric"]) == ("untrained", "curve")]
-    reported = [row for row in pictures.read(trials.RESULTS, "stale") if row["phase"] == "reported"]
+    (before,) = pictures.select(arms, arm="untrained", metric="eval/accuracy")
     rows = []
-    for name, arm in MATH.items():
-        for row in pictures.select(reported, arm=name):
-            base = {"arm": arm, "seed": row["seed"]}
-            rows.append(base | {"step": 0, "score": before})
-            at_step = [key for key in row if key.startswith(pictures.AT_STEP)]
-            for key in at_step:
-                rows.append(base | {"step": int(key.removeprefix(pictures.AT_STEP)), "score": row[key]})
-    return pd.DataFrame(rows)
+    for row in pictures.read(trials.RESULTS, "stale"):
+        if row["phase"] == "reported" and row["arm"] in MATH:
+            points = {pictures.AT_STEP + "0": before["mean"]}
+            points |= {key: row[key] for key in row if key.startswith(pictures.AT_STEP)}
+            for key, score in points.items():
+                step = int(key.removeprefix(pictures.AT_STEP))
+                rows.append({"arm": MATH[row["arm"]], "seed": row["seed"], "step": step, "score": score})
+    return rows
 
 
 def draw(table: pd.DataFrame, unit: str, path: Path):
-    figure, ax = plt.subplots(figsize=(5.6, 3.2), layout="constrained")
+    figure, ax = plt.subplots(figsize=(6.8, 3), layout="constrained")
     for color, (arm, of_arm) in zip(COLORS, table.groupby("arm", sort=False)):
         scores = of_arm.pivot(index="step", columns="seed", values="score")
         ax.plot(scores.index, scores, color=color, linewidth=0.6, alpha=0.5)
         ax.plot(scores.index, scores.mean(axis=1), color=color, linewidth=2.2, label=arm)
     ax.set(xlabel="optimizer step", ylabel=unit, xlim=(0, None))
     ax.grid(alpha=0.3)
-    ax.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside right upper")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def draw_all(out: Path):
-    for script, table in pd.read_csv(out / "learning.csv").groupby("script"):
-        draw(table, "reward model's score", out / f"learning_{script}.png")
-    draw(math_table(), "accuracy, share of problems", out / "learning_grpo_math.png")
-
-
-def main(write: bool = False):
+def main(seeds: int = 3, write: bool = False):
     """Makes the runs that runs/miniature does not have yet, then the files.
 
     Args:
+        seeds: Runs of an arm.
         write: Replace the files of paper/results; else they are written into runs/results.
     """
     out = trials.RESULTS if write else trials.ROOT / "runs" / "results"
     at = trials.commit()
-    planned = runs()
+    planned = runs(seeds)
     print(f"{len(planned)} runs of about a minute on a core; results: {out / 'learning.csv'}", flush=True)
     trials.run_all([line for *_, line in planned], at)
-    rows = []
-    for run in planned:
-        rows += rows_of(*run, at)
-    trials.write_csv(out / "learning.csv", rows)
-    draw_all(out)
+    trials.write_csv(out / "learning.csv", [row for run in planned for row in rows_of(*run, at)])
+    for script, table in pd.read_csv(out / "learning.csv").groupby("script"):
+        draw(table, "reward model's score", out / f"learning_{script}.png")
+    draw(pd.DataFrame(math_rows()), "accuracy, share of problems", out / "learning_grpo_math.png")
 
 
 if __name__ == "__main__":
