@@ -11,7 +11,7 @@ from conftest import ROOT
 from scipy.stats import ttest_1samp
 
 sys.path.insert(0, str(ROOT))
-from paper import pictures, study  # noqa: E402
+from paper import learning, pictures, study  # noqa: E402
 
 CLAIMS = (ROOT / "docs/replication.md").read_text(encoding="utf-8")
 STUDIES = (ROOT / "paper/studies.md").read_text(encoding="utf-8")
@@ -212,3 +212,24 @@ def test_what_else_the_claims_say_follows_from_the_csvs():
         arms = ("trust region", "offline + humanline")
         line = study.welch(reported("figure10"), script, *arms, "judge")
         assert rounds_to(difference, line["difference"]) and line["p_equivalent"] < 0.05
+
+
+def test_the_learning_curves_are_of_the_planned_runs_from_the_first_step_to_the_last():
+    table = pd.read_csv(pictures.RESULTS / "learning.csv")
+    seeds = table.seed.nunique()
+    planned = {line: (script, arm, seed) for script, arm, seed, line in learning.runs(seeds)}
+    assert set(table.command) == set(planned) and seeds >= 2
+    for line, points in table.groupby("command"):
+        ((script, arm, seed),) = set(zip(points.script, points.arm, points.seed))
+        assert (script, arm, seed) == planned[line]
+        assert points.step.tolist() == list(range(0, 321, 32))
+        assert points.judge.notna().tolist() == [False] * 10 + [True]
+
+
+def test_the_curves_of_math_are_those_of_the_study():
+    table = pd.DataFrame(learning.math_rows())
+    for arm, points in table[table.step > 0].groupby("arm"):
+        (name,) = [name for name, label in learning.MATH.items() if label == arm]
+        (line,) = pictures.select(pictures.read(pictures.RESULTS, "stale_arms"), arm=name, metric="curve")
+        assert points.seed.nunique() == 10
+        assert points.score.mean() == pytest.approx(line["mean"])
