@@ -50,18 +50,8 @@ import utils
 CPU = torch.device("cpu")
 GIB = 2**30
 aten = torch.ops.aten
-SHAPE = [
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-]
+SHAPE = """model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim max_position_embeddings tie_word_embeddings""".split()
 PRESETS = {
     "llama-3-8b": ("llama", 128256, 4096, 14336, 32, 32, 8, 128, 8192, False),
     "qwen2.5-1.5b": ("qwen2", 151936, 1536, 8960, 28, 12, 2, 128, 32768, True),
@@ -201,9 +191,7 @@ def build_model(args, script, config, dtype: torch.dtype, fake: FakeTensorMode):
     """A model of fake tensors, sharded as the script shards it."""
     with fake, no_init_weights():
         model = AutoModelForCausalLM.from_config(
-            config,
-            dtype=dtype,
-            trust_remote_code=args.trust_remote_code,
+            config, dtype=dtype, trust_remote_code=args.trust_remote_code
         )
     model.tie_weights()
     return script.shard_model(args, model, CPU)
@@ -213,18 +201,15 @@ def peak_parts(peak: dict[str, int], activations: int, optimizer) -> dict[str, i
     """Bytes by part at the peak."""
     moments = 0
     for state in optimizer.state.values():
-        for key in ("exp_avg", "exp_avg_sq"):
-            moments += state[key].to_local().nbytes
-    gathered = 0
-    for kind in ("UNSHARDED_PARAM", "UNSHARDED_GRAD", "ALL_GATHER", "REDUCE_SCATTER"):
-        gathered += peak[kind]
+        moments += state["exp_avg"].to_local().nbytes + state["exp_avg_sq"].to_local().nbytes
+    gathered = ("UNSHARDED_PARAM", "UNSHARDED_GRAD", "ALL_GATHER", "REDUCE_SCATTER")
     parts = {
         "parameters": peak["SHARDED_PARAM"],
         "gradients": peak["SHARDED_GRAD"],
         "Adam moments": moments,
         "reference": peak["INP"],
         "activations": min(activations, peak["ACT"]),  # for the backward pass
-        "gathered units": gathered,
+        "gathered units": sum(peak[kind] for kind in gathered),
     }
     # The rest: logits, a block computed again, gradients.
     parts["head, temporaries"] = peak["Total"] - sum(parts.values())
@@ -277,15 +262,13 @@ def estimate(own: Own, args, script) -> dict[str, dict[str, float]]:
     dist.init_process_group("fake", rank=0, world_size=own.ranks, store=FakeStore())
     training, sizes = train(own, args, script, config, dtype)
     dist.destroy_process_group()
-    if reward_model:
-        training["reward model"] = reward_model.num_parameters() * dtype.itemsize
-
     phases = {"training": training}
     if own.script == "grpo_math" or args.online or (args.eval_dataset and args.eval_samples):
         sampling = {}
-        for name in ("parameters", "Adam moments", "reference", "reward model"):
-            if name in training:
-                sampling[name] = training[name]
+        for name in ("parameters", "Adam moments", "reference"):
+            sampling[name] = training[name]
+        if reward_model:  # it is on the CPU while training
+            sampling["reward model"] = reward_model.num_parameters() * dtype.itemsize
         sampling["gathered units"] = 4 * max(sizes)
         weights = sum(sizes) * dtype.itemsize
         if args.engine == "hf":
@@ -295,10 +278,8 @@ def estimate(own: Own, args, script) -> dict[str, dict[str, float]]:
             sampling["engine"] = int(args.vllm_memory * own.gpu_memory * GIB)
             if sampling["engine"] < weights:
                 share = weights / GIB / own.gpu_memory
-                print(
-                    f"warning: the weights alone are {share:.2f} of a GPU; raise --vllm-memory",
-                    file=sys.stderr,
-                )
+                warning = f"warning: the weights alone are {share:.2f} of a GPU; raise --vllm-memory"
+                print(warning, file=sys.stderr)
         phases["sampling"] = sampling
     gib = {}
     for phase, parts in phases.items():
@@ -312,8 +293,7 @@ def build_reward_model(args, script):
     config.num_labels = 1
     with torch.device("meta"), no_init_weights():
         return AutoModelForSequenceClassification.from_config(
-            config,
-            trust_remote_code=args.trust_remote_code,
+            config, trust_remote_code=args.trust_remote_code
         )
 
 
@@ -340,15 +320,11 @@ def main(flags: list[str]):
     names = {}  # of the parts, each once
     for parts in phases.values():
         names |= parts
-    print_row("GiB per GPU", [f"{phase:>10}" for phase in phases])
+    print(f"{'GiB per GPU':20}", *[f"{phase:>10}" for phase in phases], sep="")
     for name in names:
-        print_row(name, [f"{parts.get(name, 0):10.2f}" for parts in phases.values()])
-    print_row("peak", [f"{peak:10.2f}" for peak in peaks.values()])
+        print(f"{name:20}", *[f"{parts.get(name, 0):10.2f}" for parts in phases.values()], sep="")
+    print(f"{'peak':20}", *[f"{peak:10.2f}" for peak in peaks.values()], sep="")
     print(f"{seconds:.0f} s; --help says what is not modelled")
-
-
-def print_row(name: str, cells: list[str]):
-    print(f"{name:20}" + "".join(cells))
 
 
 if __name__ == "__main__":

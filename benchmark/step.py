@@ -41,14 +41,12 @@ from typing import Literal
 
 import torch
 import tyro
+from memory import read_config
+from scripts import ROOT, describe_commit, load_script, machine, parse_args
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from memory import read_config  # noqa: E402
-from scripts import ROOT, describe_commit, load_script, machine, parse_args  # noqa: E402
-
-import run  # noqa: E402
-import utils  # noqa: E402
+import run
+import utils
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PASS = 4  # pairs
@@ -283,21 +281,18 @@ def train_with_trl(flags: list[str]):
         _, rejected_ids = utils.encode(tokenizer, eos_ids, row["prompt"], row["rejected"])
         rows.append({"prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids})
     of_all_ranks = PASS * int(os.environ.get("WORLD_SIZE", 1))
+    named = ("weight_decay", "max_grad_norm", "beta", "gradient_checkpointing", "output_dir")
     settings = DPOConfig(
+        **{name: getattr(args, name) for name in named},
         per_device_train_batch_size=PASS,
         gradient_accumulation_steps=args.batch_size // of_all_ranks,
         max_steps=args.num_steps,
         max_length=None,
         learning_rate=args.lr,
         lr_scheduler_type="constant",
-        weight_decay=args.weight_decay,
         adam_epsilon=args.adam_eps,
-        max_grad_norm=args.max_grad_norm,
-        beta=args.beta,
         bf16=args.dtype == "bfloat16",
         use_cpu=DEVICE.type == "cpu",
-        gradient_checkpointing=args.gradient_checkpointing,
-        output_dir=args.output_dir,
         save_strategy="no",
         report_to="none",
         logging_steps=1,
