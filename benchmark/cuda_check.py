@@ -4,9 +4,9 @@
     python benchmark/cuda_check.py --only sync head     # rows whose names begin so
 
 Prints rows as they come, and in the end a table to paste into docs/performance.md, in under eight minutes
-(--limit). "not here" is what the machine lacks. Exit code 1 if a row is WRONG, or "not run" because the time
-was over. Rows measure one part (cuda_rows.py), or read short runs of the scripts on the toys. These share
-processes: a row's seconds are those of all it waited for.
+(--limit). "not here": what the machine lacks. Exit code 1 if a row is WRONG, or "not run" for lack of time.
+Rows measure one part (cuda_rows.py), or read short runs of the scripts on the toys, which share processes:
+a row's seconds are those of all that it waited for.
 """
 
 import contextlib
@@ -82,7 +82,7 @@ class Runs:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its ranks too
-        errors = re.findall(r"^(?:\w*Error|error): .*", log.read_text(), re.M) or ["it said nothing"]
+        errors = re.findall(r"(?:^|\r)((?:\w*Error|error): .*)", log.read_text(), re.M) or ["it said nothing"]
         return errors[0] if failed else ""
 
     def result(self, name: str) -> str:

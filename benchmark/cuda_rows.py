@@ -1,7 +1,6 @@
 """Rows of cuda_check.py that measure one part alone. Each returns a figure, or raises what is wrong.
 
-The model has random weights, 1.5 billion on a GPU. Passes have eight sequences of random lengths, and go
-forward and backward.
+The model has random weights, 1.5 billion on a GPU. A pass has eight sequences, forward and backward.
 """
 
 import contextlib
@@ -20,6 +19,7 @@ import utils
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 MODEL, LENGTH = ("qwen2.5-1.5b", 1024) if CUDA else ("toy", 64)
+HEAD = (8192, 1536, 151_936) if CUDA else (256, 64, 10_000)  # tokens, hidden size, vocabulary
 DPO = load_script("dpo")
 
 
@@ -85,9 +85,7 @@ def compare(results: list, others: list) -> tuple[float, float]:
 # === Attention ===
 def attention() -> str:
     """The one that the scripts choose in bf16, beside slower ones: it is as near to fp32 as padding is."""
-    names = ["sdpa", "loop"]
-    if CUDA:
-        names.append("varlen")
+    names = ["sdpa", "loop", "varlen"] if CUDA else ["sdpa", "loop"]
     batches = draw_batches(6)
     exact = build(torch.float32)
     exact.set_attn_implementation("sdpa")  # with padding, as transformers has it
@@ -95,16 +93,15 @@ def attention() -> str:
     model = build(torch.bfloat16)
     need(model.chosen == names[-1], f"{model.chosen}, and not {names[-1]}")
     figure = f"{model.chosen} is chosen"
-    times = []
-    off = []  # log-probs and gradients
+    times = {}
+    off = {}  # log-probs, nats, and gradients
     for name in names:
         model.set_attn_implementation(name)
-        seconds, results = run_passes(model, batches)
-        times.append(seconds)
-        off.append(compare(results, expected))
-        figure += f"; {name} {seconds:.3f} s, {off[-1][0]:.0e} nats off"
-        need(off[-1][0] < 1.5 * off[0][0] and off[-1][1] < 1.5 * off[0][1], f"{names} are off by {off}")
-    need(not CUDA or times[2] < 1.1 * times[1], figure)
+        times[name], results = run_passes(model, batches)
+        off[name] = nats, error = compare(results, expected)
+        figure += f"; {name} {times[name]:.3f} s, {nats:.0e} nats off"
+        need(nats < 1.5 * off["sdpa"][0] and error < 1.5 * off["sdpa"][1], f"they are off by {off}")
+    need(not CUDA or times["varlen"] < 1.1 * times["loop"], figure)
     return figure
 
 
@@ -112,13 +109,12 @@ def plans() -> str:
     """cuDNN's attention makes a plan for nearly every new length, so `setup` switches it off."""
     model = build(torch.bfloat16)
     model.set_attn_implementation("loop")
-    times = []
+    times = {}
     for on in (True, False):
         torch.backends.cuda.enable_cudnn_sdp(on)
-        seconds, _ = run_passes(model, draw_batches(5))
-        times.append(seconds)
-    figure = f"loop {times[1]:.3f} s a pass, with cuDNN's attention {times[0]:.3f} s"
-    need(times[1] < 1.1 * times[0], figure)
+        times[on], _ = run_passes(model, draw_batches(5))
+    figure = f"loop {times[False]:.3f} s a pass, with cuDNN's attention {times[True]:.3f} s"
+    need(times[False] < 1.1 * times[True], figure)
     return figure
 
 
@@ -214,7 +210,7 @@ def run_head(targets, hidden, weight) -> list:
 
 def head() -> str:
     """Factors in bf16, whose products a GPU sums in fp32, beside factors in fp32."""
-    N, D, V = (8192, 1536, 151_936) if CUDA else (256, 64, 10_000)
+    N, D, V = HEAD
     torch.manual_seed(0)
     hidden = torch.randn(N, D, device=DEVICE).bfloat16()
     weight = (torch.randn(V, D, device=DEVICE) / D**0.5).bfloat16()

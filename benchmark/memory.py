@@ -2,7 +2,6 @@
 """Will it fit? The peak memory of one GPU, estimated from shapes: without a GPU, without weights or data.
 
     python benchmark/memory.py --model llama-3-8b --ranks 4 --micro-batch-tokens 5000 --gradient-checkpointing
-    python benchmark/memory.py --script grpo_math --model qwen2.5-1.5b --micro-batch-tokens 20480 --json
 
 --model and --reward-model: a folder or Hub name, of which config.json alone is read, or llama-3-8b,
 qwen2.5-1.5b, gemma-2-27b, llama-26m or toy. All flags but those of `Own` are the script's, and default to the

@@ -3,7 +3,6 @@
     python benchmark/step.py --arms k=1 --against ../old  # this checkout beside another one, such as a clone
     python benchmark/step.py                              # humanline at k=1 beside offline
     python benchmark/step.py --ranks 2 --trl              # and TRL's DPOTrainer, on two ranks each
-    python benchmark/step.py --model gemma-2-27b --length 1250 --arms k=1 --gradient-checkpointing
 
 All flags but those of `Own` are the script's; with --against both versions must have them. --model is a
 preset of memory.py, toy, or a folder with a config.json: its shape, with random weights. The data are random

@@ -1,4 +1,4 @@
-"""worker.py on a pretended GPU: runs main of a script as on CUDA, where there is none.
+"""worker.py on a pretended GPU: runs main of a script as on CUDA, or rows of benchmark/cuda_rows.py.
 
 A tensor "on the GPU" is an `OnGpu`: it says so, and has its numbers on the CPU. What CUDA would refuse is
 refused, of its own kernels two are done by other means, and what the test looks at is printed as JSON.
@@ -17,13 +17,14 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from conftest import parse_args
+from conftest import ROOT, parse_args
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import AutoConfig
+from transformers import AutoConfig, modeling_utils
 
 import utils
 
@@ -312,7 +313,97 @@ def pretended(script):
         yield
 
 
+class Engine(utils.TransformersEngine):
+    """What cuda_rows.py calls of vLLM's. Awake it holds 8 GiB, asleep half of one."""
+
+    held = 0
+
+    def __init__(self, sampler):
+        super().__init__(sampler)
+        self.llm = self
+        self.sleep(level=2)
+
+    @classmethod
+    def wake_up(cls):
+        cls.held = 2**33
+
+    @classmethod
+    def sleep(cls, level):
+        cls.held = 2**29
+
+
+@contextlib.contextmanager
+def small_rows():
+    """benchmark/cuda_rows.py at toy size, as if there were a GPU, with 1 s for every time."""
+    import cuda_rows as rows  # here, since it asks for the device
+
+    small = dict(CUDA=True, MODEL="toy", LENGTH=64, HEAD=(256, 64, 10_000))
+    small["timed"] = lambda function, *args: (1.0, function(*args))
+    with patch.multiple(rows, **small):
+        yield rows
+
+
+def run_rows(names):
+    """Rows of it on the pretended GPU. Prints their figures."""
+    cuda = dict(
+        empty_cache=lambda: None,
+        reset_peak_memory_stats=lambda: None,
+        max_memory_reserved=lambda: 2**31,
+        mem_get_info=lambda: (2**35 - Engine.held, 2**35),
+    )
+
+    def snapshot():
+        set_by_setup = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True"
+        return {"allocator_settings": {"expandable_segments": set_by_setup}}
+
+    def build_on_gpu(dtype):
+        # It would ask torch.tensor([]), which needs CUDA.
+        with patch.object(modeling_utils, "get_torch_context_manager_or_global_device", lambda: GPU):
+            return build(dtype)
+
+    with (
+        pretended(importlib.import_module("dpo_humanline")),
+        patch.multiple(torch.cuda, **cuda),
+        patch.object(torch.cuda.memory, "_snapshot", snapshot),
+        patch.object(utils, "VllmEngine", Engine),
+        patch(f"{__name__}.check", lambda name, args: None),  # rows compare with fp32
+        small_rows() as rows,
+    ):
+        vocabulary.append(rows.HEAD[2])
+        build = rows.build
+        rows.DEVICE = GPU
+        rows.build = build_on_gpu
+        figures = {}
+        for name in names:
+            figures[name] = getattr(rows, name)()
+    print(json.dumps(figures))
+
+
+def run_compiled():
+    """Compiled blocks with the kernel for all sequences, on the CPU a loop. Prints the row's figure."""
+    varlen._varlen_attn.register_kernel("cpu")(attend)
+    varlen._varlen_attn_backward.register_kernel("cpu")(attend_backward)
+    with small_rows() as rows:
+        build = rows.build
+
+        def build_varlen(dtype):
+            model = build(dtype)
+            model.set_attn_implementation("varlen")
+            return model
+
+        with patch.object(rows, "build", build_varlen):
+            print(rows.compiled())
+
+
 if __name__ == "__main__":
+    if os.environ["SCRIPT"] == "cuda_rows":
+        sys.path.insert(0, f"{ROOT}/benchmark")
+        (names,) = json.loads(sys.argv[1])
+        if names == ["compiled"]:
+            run_compiled()
+        else:
+            run_rows(names)
+        sys.exit()
     script = importlib.import_module(os.environ["SCRIPT"])
     for port, arguments in zip(json.loads(os.environ["PORTS"]), json.loads(sys.argv[1])):
         os.environ["MASTER_PORT"] = str(port)
