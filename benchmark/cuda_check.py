@@ -72,8 +72,9 @@ class Runs:
         words = [sys.executable, *command.split()]
         if ranks > 1:
             words[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        environment = {"OMP_NUM_THREADS": "1"} | os.environ
-        environment |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        environment = (
+            {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        )
         with log.open("w") as file:
             options = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
             process = subprocess.Popen(words, env=environment, **options)
