@@ -72,9 +72,7 @@ class Runs:
         words = [sys.executable, *command.split()]
         if ranks > 1:
             words[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        environment = (
-            {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-        )
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": str(ROOT)}
         with log.open("w") as file:
             options = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
             process = subprocess.Popen(words, env=environment, **options)
@@ -89,20 +87,20 @@ class Runs:
     def result(self, name: str) -> str:
         """A figure, or metrics.jsonl. The run is made now, if it is not, and then all others of its process,
         for imports take longer."""
-        result = self.folder / f"{name}.result"
-        if not result.exists():
-            process = self.plan[name][0]
-            due = [key for key, run in self.plan.items() if run[0] == process]
-            due = [key for key in due if not (self.folder / f"{key}.result").exists()]
+        files = {key: self.folder / f"{key}.result" for key in self.plan}
+        process = self.plan[name][0]
+        if not files[name].exists():
+            due = [key for key in self.plan if self.plan[key][0] == process and not files[key].exists()]
             due.sort(key=lambda key: key != name)
             plan = self.folder / f"{process}.json"
             plan.write_text(json.dumps({str(self.folder / key): self.plan[key][1:] for key in due}))
             ranks = {"all": RANKS, "again": RANKS, "shared": 2}.get(process, 1)
             problem = self.launch(f"{__file__} --plan {plan}", ranks, plan.with_suffix(".log"))
-            if not result.exists():
-                result.write_text(f"error: {problem}")
-        text = result.read_text()
-        need(not text.startswith("error: "), text)
+            failed = [key for key in due if not files[key].exists()]
+            for key in failed[:1]:  # the others were not begun
+                files[key].write_text(f"error: {problem}")
+        text = files[name].read_text()
+        need(not text.startswith("error: "), text.removeprefix("error: "))
         return text
 
 

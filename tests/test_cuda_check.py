@@ -82,7 +82,8 @@ def test_a_row_that_time_ends_is_not_run_and_not_wrong(tmp_path):
 @pytest.mark.parametrize("other, weight", [(1.0, 1.0), (1.0, 1.1), (1.001, 1.0)])
 def test_rows_that_compare_runs(other, weight, tmp_path):
     """Of runs that differ in the third step's loss, or in a weight."""
-    runs = cuda_check.Runs(tmp_path, {}, ends=math.inf)
+    plan = dict.fromkeys(("a-float32", "b", "c"), ("all", "dpo", ""))
+    runs = cuda_check.Runs(tmp_path, plan, ends=math.inf)
     for name, factor, number in (("a-float32", 1.0, 1.0), ("b", other, weight), ("c", other, weight)):
         steps = []
         for step in range(3):
