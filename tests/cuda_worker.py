@@ -42,6 +42,7 @@ COUNTED = {  # {operator: name}
 }
 facts = Counter()
 vocabulary = []  # its size
+samplers = []
 
 
 class OnGpu(torch.Tensor):
@@ -273,13 +274,18 @@ def pretended(script):
         current_stream=lambda device=None: STREAM,
     )
     load_models = script.load_models
+    make_sampler = script.make_sampler
     sync = script.sync_reference
 
     def load_and_count(args, *rest):
         vocabulary.append(AutoConfig.from_pretrained(args.model).vocab_size)
         models = load_models(args, *rest)
-        facts["trials of attention"] = facts.pop("attention")
+        facts["trials of attention"] = facts.pop("attention", 0)
         return models
+
+    def make_and_keep_sampler(*args):
+        samplers.append(make_sampler(*args))
+        return samplers[-1]
 
     def sync_reference(reference, policy):
         sync(reference, policy)
@@ -295,6 +301,7 @@ def pretended(script):
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
         stack.enter_context(patch.object(script, "load_models", load_and_count))
+        stack.enter_context(patch.object(script, "make_sampler", make_and_keep_sampler))
         stack.enter_context(patch.object(script, "sync_reference", sync_reference))
         stack.enter_context(patch.object(utils, "varlen_attn", varlen_attn))
         stack.enter_context(patch.object(utils, "pad_batch", pad_batch))
@@ -411,5 +418,9 @@ if __name__ == "__main__":
         torch.backends.cuda.enable_cudnn_sdp(True)
         with pretended(script):
             script.main(parse_args(script, arguments))
+            if samplers[-1].reward_model:
+                weights = list(samplers[-1].judge[0].parameters())
+                facts["reward model's weights"] = len(weights)
+                facts["reward model's on the GPU"] = sum(weight.is_cuda for weight in weights)
         facts["cuDNN"] = torch.backends.cuda.cudnn_sdp_enabled()
         print(json.dumps(facts))

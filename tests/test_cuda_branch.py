@@ -1,6 +1,7 @@
 """What only CUDA runs, without a GPU: main of each script on a pretended one (cuda_worker.py)."""
 
 import gzip
+import inspect
 import json
 from collections import Counter
 from itertools import islice
@@ -8,11 +9,13 @@ from itertools import islice
 import pytest
 import torch
 from conftest import PAIRS, ROOT, TOY, finish, metrics, start_ranks
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 STEPS = 2
 COMMON = ["--num-steps", str(STEPS), "--k", "1", "--micro-batch-tokens", "60", "--checkpoint-every", "2"]
 COMMON += ["--dtype", "auto", "--warmup-fraction", "0", "--eval-samples", "2", "--max-new-tokens", "16"]
+GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # else, in torch 2.11, a loop is chosen
 UNITS = 5  # of FSDP: two blocks, embedding, head, root
 
 
@@ -60,11 +63,15 @@ def test_a_run_on_a_pretended_gpu(script, grouped, tmp_path):
         assert facts["backend cpu:gloo,cuda:nccl"] == facts["device set"] == 1
         assert not facts["cuDNN"]
         # The trial with sequences one behind the other has two layers a model, and no other was needed.
-        assert facts["trials of attention"] == 4
+        assert facts["trials of attention"] == (4 if GROUPED else 0)
         passes = facts["d_weight"]
         assert passes > STEPS  # some step has several
         assert facts["d_hidden"] == passes and facts["logits"] > 2 * passes  # twice for each, and the rest
-        assert facts["attention backward"] == 2 * passes and facts["attention"] > 2 * passes  # two layers
+        if GROUPED:
+            assert facts["attention backward"] == 2 * passes  # two layers
+            assert facts["attention"] > 2 * passes
+        if script != "grpo_math":  # between rounds it waits in the host's memory
+            assert facts["reward model's weights"] > 0 and facts["reward model's on the GPU"] == 0
         assert facts["gradients of a unit"] == UNITS * passes
         # DCP makes a step without gradients, before it writes a checkpoint.
         assert facts["fused AdamW"] == STEPS + 1

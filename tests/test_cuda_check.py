@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, run_ranks
 from safetensors.torch import save_file
+from test_cuda_branch import GROUPED
 
 import utils
 
@@ -157,19 +158,22 @@ def test_a_part_that_is_wrong_is_found(row, monkeypatch, alone):
 
 def test_parts_as_on_a_gpu():
     """Every row that needs one is run on the pretended GPU of cuda_worker.py; the figures are its."""
-    names = ["precision", "sync", "attention", "plans", "head", "segments", "engine"]
+    names = ["precision", "sync", "plans", "head", "segments", "engine"]
+    if GROUPED:
+        names.append("attention")
     output = run_ranks(1, [names], "cuda_worker.py", "cuda_rows")
     figures = json.loads(output.splitlines()[-1])
     assert list(figures) == names
     assert figures["precision"].startswith(
         "products in highest, cuDNN's attention False, expandable segments T"
     )
-    assert figures["attention"].startswith("varlen is chosen; sdpa 1.000 s")
+    assert not GROUPED or figures["attention"].startswith("varlen is chosen; sdpa 1.000 s")
     assert figures["engine"].endswith("awake 8.0 GiB, asleep 0.5, again 0.5")
     assert figures["segments"].startswith("2.00 GiB reserved for 1.00")
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not GROUPED, reason="the kernel of torch 2.11 lacks grouped heads, so it is not used")
 def test_blocks_with_the_kernel_for_all_sequences_compile_once_and_whole():
     """One graph a block: nothing breaks it, and no length is written into it."""
     output = run_ranks(1, [["compiled"]], "cuda_worker.py", "cuda_rows")
