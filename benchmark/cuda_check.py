@@ -189,8 +189,8 @@ def resume(runs: Runs, whole: str, half: str, again: str) -> str:
 
 def sampling(runs: Runs, name: str) -> str:
     """Rounds of samples. The script itself stops where the engine's log-probs are not the policy's."""
-    worst = max(step["rollout/logp_diff_mean"] for step in metrics(runs, name))
-    return f"rounds of samples, {worst:.0e} nats off"
+    nats = [step["rollout/logp_diff_mean"] for step in metrics(runs, name) if "rollout/round" in step]
+    return f"{len(nats)} rounds of samples, {max(nats):.0e} nats off"
 
 
 def lacking(needs: str) -> str:

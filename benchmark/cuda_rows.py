@@ -87,14 +87,15 @@ def attention() -> str:
     """The one that the scripts choose in bf16, beside slower ones: it is as near to fp32 as padding is."""
     names = ["sdpa", "loop", "varlen"] if CUDA else ["sdpa", "loop"]
     batches = draw_batches(6)
+    model = build(torch.bfloat16)
     exact = build(torch.float32)
+    exact.load_state_dict(model.state_dict())
     exact.set_attn_implementation("sdpa")  # with padding, as transformers has it
     expected = run_pass(exact, batches[-1])
-    model = build(torch.bfloat16)
     need(model.chosen == names[-1], f"{model.chosen}, and not {names[-1]}")
-    figure = f"{model.chosen} is chosen"
     times = {}
     off = {}  # log-probs, nats, and gradients
+    figure = f"{model.chosen} is chosen"
     for name in names:
         model.set_attn_implementation(name)
         times[name], results = run_passes(model, batches)
@@ -134,8 +135,9 @@ def process_state(policy) -> dict:
     state = {"products in": torch.get_float32_matmul_precision()}
     if CUDA:
         state["cuDNN's attention"] = torch.backends.cuda.cudnn_sdp_enabled()
-        settings = torch.cuda.memory._snapshot()["allocator_settings"]
-        state["expandable segments"] = settings["expandable_segments"]
+        state["expandable segments"] = torch.cuda.memory._snapshot()["allocator_settings"][
+            "expandable_segments"
+        ]
     rope = policy.base_model.rotary_emb
     positions = torch.arange(4096, device=policy.device)
     found, _ = rope(torch.zeros(1, device=policy.device), positions[None])

