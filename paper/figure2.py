@@ -2,17 +2,21 @@
 
     python dpo_humanline.py --engine hf --output-dir runs/figure2   # or any run on pairs that has ended
     python paper/figure2.py runs/figure2 --out figure2.png
+    python paper/figure2.py paper/results/figure2.csv --out figure2.png  # drawn anew from its numbers
 
 Left: the capacity function Ω⁺ (eq. 3) at γ = 0.61, the median of Tversky and Kahneman (1992) for gains, and
 at γ = 1. Middle: the weights ω (eq. 4) of sequences sampled from the policy at temperature 1. An outcome is
 z = log π_θ/π_ref of a sequence, where π_θ is the run's final/ and π_ref the model that it began with, in
-equally wide bins. Right: cumulative distributions of the log π_θ/π_ref of tokens: of samples of the policy;
-of these as people perceive them; of held-out pairs; and of those tokens of the pairs to which humanline
-sampling (eq. 5) and humanline clipping (κ → ∞) leave a gradient. All prompts are pooled. z_0 is below all
-outcomes: all are gains, and one function weighs them, as in the paper's figure, which is a drawing of the
-idea. This is a measurement, and need not look like it. Its numbers are in a csv of the same name.
+equally wide bins. Right: how far the tokens' log π_θ/π_ref are from those of samples of the policy as people
+perceive them, as a difference of cumulative distributions: of the samples themselves, of held-out pairs, and
+of those tokens of the pairs to which humanline clipping leaves a gradient. A dot is the widest difference,
+the Kolmogorov-Smirnov distance. All prompts are pooled. z_0 is below all outcomes: all are gains, and one
+function weighs them, as in the paper's figure, which is a drawing of the idea. This is a measurement, and
+need not look like it. The cumulative distributions are in a csv of the same name, and that of humanline
+sampling (eq. 5) too.
 """
 
+import csv
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -35,12 +39,24 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 GAMMA = 0.61
 BINS = 16  # of the outcomes of sequences
+BOUNDS = (-1.5, 1.5)  # humanline's, of the run in results/
 RATIO = r"$\log\,\pi_\theta/\pi_{\mathrm{ref}}$"
 # Okabe and Ito's: every eye can tell them apart.
 BLUE = "#0072B2"
 RED = "#D55E00"
 GREEN = "#009E73"
 GREY = "#BBBBBB"
+PERCEIVED = "the same, as perceived"
+STYLES = {  # by how a curve's name begins
+    "γ = 1": {"color": "black", "linestyle": "--"},
+    "γ": {"color": "black"},
+    "objective": {"color": GREY},
+    "perceived": {"color": "black"},
+    "samples of the policy": {"color": "black", "linestyle": "--"},
+    "held-out data, better": {"color": BLUE},
+    "held-out data, worse": {"color": RED},
+    "both, clipping": {"color": GREEN},
+}
 
 
 def capacity(a, gamma: float = GAMMA):
@@ -115,7 +131,7 @@ def kept(clip_log_ratio, args, log_ratio, mask, input_ids) -> np.ndarray:
 
 # === Drawn ===
 def curves_of(measured: dict) -> list[tuple]:
-    """(panel, curve, x, y, style) of all that is drawn."""
+    """(panel, curve, x, y) of all that is in the csv."""
     a = np.linspace(0, 1, 101)
     count, edges = np.histogram(measured["outcomes"], BINS)
     centres = (edges[1:] + edges[:-1]) / 2
@@ -124,10 +140,10 @@ def curves_of(measured: dict) -> list[tuple]:
     means = f"the mean outcome is {p @ centres:.2f} nats, perceived {perceived @ centres:.2f}"
     print(f"{len(measured['outcomes'])} sequences: {means}")
     drawn = [
-        ("capacity", "γ = 1: objective", a, capacity(a, 1.0), {"color": "black", "linestyle": "--"}),
-        ("capacity", f"γ = {GAMMA}: people, median", a, capacity(a), {"color": "black"}),
-        ("weights", "objective, p", centres, p, {"color": GREY}),
-        ("weights", "perceived, ω", centres, perceived, {"color": "black"}),
+        ("capacity", "γ = 1: objective", a, capacity(a, 1.0)),
+        ("capacity", f"γ = {GAMMA}: people, median", a, capacity(a)),
+        ("weights", "objective, p", centres, p),
+        ("weights", "perceived, ω", centres, perceived),
     ]
     both = np.concatenate([measured["better"], measured["worse"]])
     lowest, highest = np.quantile(np.concatenate([measured["samples"], both]), [0.005, 0.995])
@@ -135,36 +151,60 @@ def curves_of(measured: dict) -> list[tuple]:
     objective = cumulative(measured["samples"], grid)
     perceived = 1 - capacity(1 - objective)
     tokens = [
-        ("samples of the policy", objective, {"color": "black", "linestyle": "--"}),
-        ("the same, as perceived", perceived, {"color": "black"}),
-        ("held-out data, better", cumulative(measured["better"], grid), {"color": BLUE}),
-        ("held-out data, worse", cumulative(measured["worse"], grid), {"color": RED}),
+        ("samples of the policy", objective),
+        (PERCEIVED, perceived),
+        ("held-out data, better", cumulative(measured["better"], grid)),
+        ("held-out data, worse", cumulative(measured["worse"], grid)),
     ]
-    for name, limit, line in (("sampling", "κ = 100", "-"), ("clipping", "κ → ∞", ":")):
+    for name, limit in (("sampling", "κ = 100"), ("clipping", "κ → ∞")):
         values = measured[name]
         label = f"both, {name}, {limit}: {len(values) / len(both):.0%} kept"
-        tokens.append((label, cumulative(values, grid), {"color": GREEN, "linestyle": line}))
-    for name, y, style in [("held-out data, both", cumulative(both, grid), {}), *tokens]:
+        tokens.append((label, cumulative(values, grid)))
+    for name, y in [("held-out data, both", cumulative(both, grid)), *tokens]:
         distance = np.abs(y - perceived)
         area = np.trapezoid(distance, grid)
         print(f"{name}: from the perceived {distance.max():.3f} at most, {area:.2f} nats on average")
-        if style:
-            drawn.append(("tokens", name, grid, y, {"linewidth": 1.8, **style}))
-    return drawn
+    return drawn + [("tokens", name, grid, y) for name, y in tokens]
+
+
+def style_of(curve: str) -> dict:
+    """Of a curve that is drawn; {} of one that is in the csv alone."""
+    for start, style in STYLES.items():
+        if curve.startswith(start):
+            return style
+    return {}
+
+
+def draw_distances(ax, curves: dict):
+    """The cumulative distributions {name: (x, y)} minus the perceived one, with a dot where it is widest."""
+    grid, perceived = curves[PERCEIVED]
+    ax.axhline(0, color="black", linewidth=1.8, label="samples of the policy, as perceived: 0")
+    for curve, (_, y) in curves.items():
+        style = style_of(curve)
+        if not style:
+            continue
+        gap = y - perceived
+        widest = np.abs(gap).argmax()
+        ax.plot(grid, gap, linewidth=1.8, label=f"{curve}: {abs(gap[widest]):.2f}", **style)
+        x = grid[widest]
+        ax.plot([x, x], [0, gap[widest]], "o:", markevery=[1], color=style["color"], linewidth=1)
 
 
 def draw(drawn: list[tuple], bounds: tuple):
     figure, axes = plt.subplots(1, 3, figsize=(17, 4.6), width_ratios=(1, 1.15, 1.3))
-    panels = dict(zip(("capacity", "weights", "tokens"), axes))
+    left, middle, right = axes
+    tokens = {}
     shift = -0.2
-    for panel, curve, x, y, style in drawn:
-        if panel == "weights":
+    for panel, curve, x, y in drawn:
+        if panel == "tokens":
+            tokens[curve] = (x, y)
+        elif panel == "weights":
             width = x[1] - x[0]
-            panels[panel].bar(x + shift * width, y, 0.4 * width, label=curve, **style)
+            middle.bar(x + shift * width, y, 0.4 * width, label=curve, **style_of(curve))
             shift = -shift
         else:
-            panels[panel].plot(x, y, label=curve, **style)
-    left, middle, right = axes
+            left.plot(x, y, label=curve, **style_of(curve))
+    draw_distances(right, tokens)
     left.set(
         title="Capacity function (eq. 3)",
         xlabel="probability of an outcome as good or better, a",
@@ -179,29 +219,45 @@ def draw(drawn: list[tuple], bounds: tuple):
     for bound in bounds:
         right.axvline(bound, color=GREY, linewidth=0.8, zorder=0)
     right.set(
-        title="Token log-ratios",
+        title="How far tokens are from those that people perceive",
         xlabel=f"{RATIO} of a token, nats (grey: humanline's bounds)",
-        ylabel="share of tokens at or below",
+        ylabel="share of tokens at or below, minus the perceived",
     )
     left.legend(frameon=False, fontsize=9)
     middle.legend(frameon=False, fontsize=9)
-    right.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
+    title = "Kolmogorov-Smirnov distance (the dot)"
+    place = dict(loc="center left", bbox_to_anchor=(1, 0.5), alignment="left")
+    right.legend(title=title, frameon=False, fontsize=9, title_fontsize=9, **place)
     figure.tight_layout()
     return figure
+
+
+def read_curves(table: Path) -> list[tuple]:
+    """What curves_of gave."""
+    points = {}
+    with exit_on_error(f"{table}"), open(table, newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            points.setdefault((row["panel"], row["curve"]), []).append((float(row["x"]), float(row["y"])))
+    return [(*names, *np.array(values).T) for names, values in points.items()]
 
 
 def main(run: tyro.conf.Positional[Path], out: Path = Path("figure2.png"), rows: int = 512):
     """Draws the figure.
 
     Args:
-        run: A finished run on pairs.
+        run: A finished run on pairs, or the csv of one.
         out: The picture; the csv is put beside it.
         rows: Held-out pairs, and samples.
     """
+    if run.suffix == ".csv":
+        with exit_on_error(f"--out {out}", (OSError, ValueError)):
+            draw(read_curves(run), BOUNDS).savefig(out, dpi=110)
+        print(f"wrote {out}")
+        return
     measured, bounds = measure(run, rows)
     drawn = curves_of(measured)
     lines = []
-    for panel, curve, x, y, _ in drawn:
+    for panel, curve, x, y in drawn:
         lines += [{"panel": panel, "curve": curve, "x": f"{a:.5g}", "y": f"{b:.5g}"} for a, b in zip(x, y)]
     table = out.with_suffix(".csv")
     with exit_on_error(f"--out {out}", (OSError, ValueError)):

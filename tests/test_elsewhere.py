@@ -1,4 +1,4 @@
-"""docs/elsewhere.md: what is there to paste into TRL is run as it stands, and trains as dpo_humanline.py does."""
+"""docs/elsewhere.md: the trainer to paste into TRL is run as it stands, and trains as dpo_humanline.py does."""
 
 import json
 import re
@@ -32,8 +32,8 @@ def ours(rows, tmp_path_factory) -> dict:
     """{k: metrics of every step}"""
     folder = tmp_path_factory.mktemp("ours")
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = f"--dataset {folder}/data.jsonl --eval-dataset= --batch-size {PAIRS} --num-steps {STEPS} --lr {LR}"
-    flags += " --beta 0.5 --warmup-fraction 0 --adam-eps 1e-8 --weight-decay 0 --max-grad-norm 1"
+    flags = f"--dataset {folder}/data.jsonl --eval-dataset= --batch-size {PAIRS} --num-steps {STEPS}"
+    flags += f" --lr {LR} --beta 0.5 --warmup-fraction 0 --adam-eps 1e-8 --weight-decay 0 --max-grad-norm 1"
     flags += f" --log-epsilon-P={BOUNDS[0]} --log-epsilon-R={BOUNDS[1]} --dtype float32 --checkpoint-every 0"
     starts = [[*flags.split(), "--k", str(k), "--output-dir", f"{folder}/{k}"] for k in (1, 2)]
     run_ranks(1, starts)

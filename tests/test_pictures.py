@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT))
-from paper import curves, pictures  # noqa: E402
+from paper import curves, figure2, pictures  # noqa: E402
 
 NAMES = sorted(path.stem.removesuffix("_arms") for path in pictures.RESULTS.glob("*_arms.csv"))
 
@@ -96,3 +96,21 @@ def test_the_band_of_shares_ends_at_one(scale):
     assert upper > scale
     assert high == pytest.approx(1 if scale == 1 else upper)
     pictures.plt.close(figure)
+
+
+def test_the_dots_of_figure_2_are_the_widest_differences_of_its_csv():
+    """And the legend says them: the Kolmogorov-Smirnov distances from what people perceive."""
+    drawn = figure2.read_curves(pictures.RESULTS / "figure2.csv")
+    cumulative = {curve: y for panel, curve, _, y in drawn if panel == "tokens"}
+    perceived = cumulative.pop(figure2.PERCEIVED)
+    expected = {}
+    for curve, y in cumulative.items():
+        if "sampling" not in curve:
+            expected[curve] = max((y - perceived).tolist(), key=abs)
+    assert len(expected) == 4
+    right = figure2.draw(drawn, figure2.BOUNDS).axes[2]
+    dots = [line.get_ydata()[1] for line in right.get_lines() if line.get_marker() == "o"]
+    assert dots == list(expected.values())
+    _, *told = [text.get_text() for text in right.get_legend().get_texts()]
+    assert told == [f"{curve}: {abs(gap):.2f}" for curve, gap in expected.items()]
+    pictures.plt.close("all")
