@@ -1,17 +1,23 @@
-"""Every command of the README and the docs that starts a script: torchrun and the script take its flags."""
+"""Every command of the README and the docs that starts a script: torchrun and the script take its flags.
+
+The exercises of docs/humanline.md are run as they stand.
+"""
 
 import importlib
 import json
+import math
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, parse_args
+from conftest import LAUNCHER, ROOT, metrics, parse_args
 from torch.distributed.run import parse_args as parse_torchrun
 
 from run import check_flags
@@ -154,3 +160,84 @@ def test_each_of_the_two_lines_can_be_left_out(tmp_path, monkeypatch):
         (words,) = starts_of_scripts(f"for k in 1; do torchrun grpo_humanline.py --k $k {flags}; done")
         _, args = parse(words, tmp_path, monkeypatch)
         assert (args.k, args.humanline, args.clip, args.sync) == (1, True, clip, sync)
+
+
+# --- the exercises of docs/humanline.md ---
+
+
+def edit(folder: Path, source: str, copy: str, *changes: tuple[str, str]):
+    """What an exercise says to do with a copy of a file."""
+    text = (folder / source).read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (folder / copy).write_text(text)
+
+
+def prepare(number: int, folder: Path):
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, folder)
+    (folder / "paper").mkdir()
+    for path in (ROOT / "paper").glob("*.py"):
+        shutil.copy(path, folder / "paper")
+    for toy in ("bouquets", "tales"):
+        shutil.copytree(ROOT / "toy" / toy, folder / "toy" / toy)
+    if number == 1:
+        step = "        optimizer.step()\n"
+        sync = '        if args.humanline and args.sync == "before_step" and step % args.k == 0:\n'
+        edit(folder, "dpo_humanline.py", "my_dpo_humanline.py", (step, ""), (sync, step + sync))
+    if number == 4:
+        bound = ("M=10.0", "M=4.5")
+        draw = (
+            "beta(kappa * mean, kappa * (1 - mean), log_ratio.shape[1])",
+            "beta(0.61, 1, log_ratio.shape[1])",
+        )
+        edit(folder, "paper/variants.py", "paper/my_concentrated.py", bound)
+        edit(folder, "paper/variants.py", "paper/my_perceived.py", bound, draw)
+
+
+def mean_of(folder: Path, steps: int, *keys: str) -> float:
+    """Over the last steps, the sum of metrics."""
+    lines = metrics(folder)[-steps:]
+    return sum(line[key] for line in lines for key in keys) / len(lines)
+
+
+def found_by(number: int, runs: Path) -> list[float]:
+    """What the page gives ranges of, in its order; what it gives without one is checked here."""
+    if number == 1:
+        for line in metrics(runs / "sync-after"):
+            assert line["loss"] == pytest.approx(math.log(2)) and not line["humanline/log_ratio_abs_mean"]
+        ends = [
+            json.loads((runs / name / "summary.json").read_text()) for name in ("sync-after", "sync-before")
+        ]
+        accuracies = [end["after"]["eval/accuracy"][0] for end in ends]
+        return [metrics(runs / "sync-before")[1]["loss"], *accuracies]
+    if number == 2:
+        return [mean_of(runs / name, 20, "loss") for name in ("fixed", "synced")]
+    if number == 3:
+        assert not any(line["grpo/clip_fraction"] for line in metrics(runs / "tight"))
+        both = ("humanline/clipped_low", "humanline/clipped_high")
+        return [mean_of(runs / "wide", 32, "grpo/clip_fraction"), mean_of(runs / "tight", 32, *both)]
+    return [metrics(runs / name)[0]["grad_norm"] for name in ("perceived", "concentrated")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_an_exercise_comes_out_as_its_page_says(number, tmp_path):
+    """Seed 1; the page's ranges are over five seeds, and another processor rounds otherwise."""
+    page = (ROOT / "docs" / "humanline.md").read_text(encoding="utf-8")
+    (text,) = re.findall(rf"^### {number}\. (.*?)^##", page, re.MULTILINE | re.DOTALL)
+    (block,) = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    prepare(number, tmp_path)
+    env = {key: value for key, value in os.environ.items() if key not in (*LAUNCHER, "PYTHONPATH")}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    done = subprocess.run(["bash", "-e", "-c", block], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = found_by(number, tmp_path / "runs")
+    _, expected = text.split("*Expect:*")
+    ranges = re.findall(r"(\d[\d.]*) to (\d[\d.]*)", expected.replace("\n", " "))
+    assert len(found) == len(ranges)
+    for value, ends in zip(found, ranges):
+        low, high = (float(end) for end in ends)
+        slack = (high - low) / 2
+        assert low - slack <= value <= high + slack, (found, ranges)

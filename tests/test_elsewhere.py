@@ -1,4 +1,4 @@
-"""docs/elsewhere.md: the trainer to paste into TRL is run as it stands, and trains as dpo_humanline.py does."""
+"""docs/elsewhere.md: the trainer to paste into TRL, run as it stands, trains as dpo_humanline.py does."""
 
 import json
 import re
