@@ -26,6 +26,7 @@ import run  # noqa: E402
 import utils  # noqa: E402
 
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#888888"  # which a colour-blind person tells apart
+RATIO = r"$\log\,\pi_\theta/\pi_{\mathrm{ref}}$"
 STEPS = 24
 
 
@@ -83,7 +84,7 @@ def draw_clipping(ax, ratios: list[float]):
     ax.plot(ratios, clipped, "o", color=BLUE, ms=4, alpha=0.4, mew=0, label="a token of this step")
     beyond = sum(ratio != after for ratio, after in zip(ratios, clipped))
     ax.set_title(f"Clipping: {beyond} of {len(ratios)} tokens are beyond ±{high}")
-    ax.set_xlabel(f"log π_θ/π_ref of a token, nats, {STEPS - 1} steps behind a sync")
+    ax.set_xlabel(f"{RATIO} of a token, nats, {STEPS - 1} updates after a sync")
     ax.set_ylabel("what the loss sees")
     ax.legend(loc="upper left", fontsize=8)
 
