@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig
 
 TOY = ROOT / "toy" / "bouquets"
-LR, STEPS, PAIRS = 1e-2, 5, 8  # a step
-BOUNDS = (-0.3, 0.2)
+LR, STEPS, PAIRS = 3e-3, 5, 8  # a step
+BOUNDS = (-0.15, 0.1)
 
 
 def the_block() -> str:
