@@ -790,7 +790,7 @@ class Sampler:
         with unchanged_process(self.device):
             if self.running is None:
                 engine = TransformersEngine
-                if self.engine != "hf" and find_spec("vllm"):
+                if self.engine == "vllm" or (self.engine == "auto" and find_spec("vllm")):
                     engine = VllmEngine
                 self.max_length = min(self.max_length, max_positions(policy.config))
                 self.running = engine(self)
