@@ -41,7 +41,7 @@ def make_plan(name: str, plan: study.Plan, out: Path):
     at = trials.commit()
     _, data = plan.data
     scored = [metric for metric in plan.metrics if metric not in ("clipped", "grad_norm_max")]
-    before = trials.untrained([*plan.tuned, *plan.arms], scored, at, data)
+    before = trials.untrained([*plan.tuned, *plan.arms], scored, at, plan.before_seeds, data)
     collapsed = before if plan.test else {}  # scores of runs that collapse; a figure leaves them out
     best, rows = tune(plan, collapsed, at)
     runs = []
@@ -57,14 +57,19 @@ def make_plan(name: str, plan: study.Plan, out: Path):
             if not row["failed"]:
                 row["kl"] = divergence(trials.folder_of(row["command"], at))
     table = []
+    compared = study.over_instances(reported) if plan.instances else reported
     for metric in plan.metrics:
-        for line in study.compare(reported, metric):
+        for line in study.compare(compared, metric):
             if plan.test:  # its own tests are in NAME_tests.csv
                 line = {key: line[key] for key in line if key not in ("against", "difference", "p", "p_holm")}
             table.append(line)
     for panel, scores in before.items():
         for metric, score in scores.items():
             table.append({"panel": panel, "arm": "untrained", "metric": metric, "mean": score})
+    if plan.instances:
+        for metric in scored:
+            mean = np.mean([before[arm.panel][metric] for arm in plan.arms])
+            table.append({"panel": table[0]["panel"], "arm": "untrained", "metric": metric, "mean": mean})
     write_csv(out / f"{name}.csv", rows + reported)
     write_csv(out / f"{name}_arms.csv", table)
     if plan.test:
@@ -76,30 +81,33 @@ def tuned_arms(plan: study.Plan) -> list:
 
 
 def tune(plan: study.Plan, collapsed: dict, at: str) -> tuple:
-    """{(script, arm's name): (rate, option)} with the best mean, and the rows of all tuning runs."""
+    """{(script, arm's name): (rate, option)} with the best mean, and the rows of all tuning runs.
+
+    An arm that stands in several panels is tuned on all of them together.
+    """
     data, _ = plan.data
-    grids = {arm: list(arm.lrs) for arm in tuned_arms(plan)}
+    grids = {(arm.script, arm.name): list(arm.lrs) for arm in tuned_arms(plan)}
     grown = True
     while grown:
         runs = []
-        for arm, lrs in grids.items():
-            for lr, option in product(lrs, arm.options):
+        for arm in tuned_arms(plan):
+            for lr, option in product(grids[arm.script, arm.name], arm.options):
                 runs += [(arm, lr, seed, f"{option} {data}") for seed in plan.tuning_seeds]
         rows = rows_of(runs, collapsed, at)
-        scores = {}  # {arm: {(rate, option): those of its runs}}
+        scores = {}  # {(script, arm's name): {(rate, option): those of its runs}}
         for (arm, lr, _, more), row in zip(runs, rows):
             choice = (lr, more.removesuffix(f" {data}"))
             score = row.get(plan.metrics[0], -np.inf)
-            scores.setdefault(arm, {}).setdefault(choice, []).append(score)
+            scores.setdefault((arm.script, arm.name), {}).setdefault(choice, []).append(score)
         best = {}
         grown = False
-        for arm, by_choice in scores.items():
+        for key, by_choice in scores.items():
             means = {choice: np.mean(numbers) for choice, numbers in by_choice.items()}
-            best[arm.script, arm.name] = lr, _ = max(means, key=means.get)
+            best[key] = lr, _ = max(means, key=means.get)
             i = LADDER.index(lr)
-            beside = [rate for rate in LADDER[max(0, i - 1) : i + 2] if rate not in grids[arm]]
+            beside = [rate for rate in LADDER[max(0, i - 1) : i + 2] if rate not in grids[key]]
             if plan.test and beside:  # it is at an end of the grid
-                grids[arm] += beside
+                grids[key] += beside
                 grown = True
     return best, rows
 
@@ -189,12 +197,13 @@ PLANS = study.FIGURES | study.STUDIES
 Name = Literal[*PLANS, "time"]
 
 
-def main(name: Positional[Name], seeds: int = 0, write: bool = False):
+def main(name: Positional[Name], seeds: int = 0, panels: int = 0, write: bool = False):
     """Makes the files of a plan.
 
     Args:
         name: A figure or table, a study, or time.
         seeds: Reported runs of an arm (intervals and tests need two); 0: all of the plan.
+        panels: Of a study of instances, how many of them are reported; 0: all of the plan.
         write: Replace the files of paper/results; else they are written into runs/results.
     """
     out = RESULTS if write else ROOT / "runs" / "results"
@@ -206,6 +215,9 @@ def main(name: Positional[Name], seeds: int = 0, write: bool = False):
         plan = PLANS[name]
         if seeds:
             plan = plan._replace(seeds=range(plan.seeds.start, plan.seeds.start + seeds))
+        if panels:
+            chosen = list(dict.fromkeys(arm.panel for arm in plan.arms))[:panels]
+            plan = plan._replace(arms=[arm for arm in plan.arms if arm.panel in chosen])
         count = count_runs(plan)
         minutes = count / os.cpu_count()  # of a minute each, unless it is known better
         if (RESULTS / f"{name}.csv").exists():
@@ -223,7 +235,11 @@ def count_runs(plan: study.Plan) -> int:
     """Of the untrained policies, tuning and report, if no grid grows."""
     panels = {arm.panel for arm in [*plan.tuned, *plan.arms]}
     grids = sum(len(arm.lrs) * len(arm.options) for arm in tuned_arms(plan))
-    return 3 * len(panels) + grids * len(plan.tuning_seeds) + len(plan.arms) * len(plan.seeds)
+    return (
+        len(plan.before_seeds) * len(panels)
+        + grids * len(plan.tuning_seeds)
+        + len(plan.arms) * len(plan.seeds)
+    )
 
 
 if __name__ == "__main__":

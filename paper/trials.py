@@ -35,6 +35,7 @@ FIRST_SEED = 11  # those below are for tuning
 # Ends that are results: a prompt's samples differ no more, only those of one prompt do, or training diverged.
 COLLAPSED = r"error: (.*(?:no prompt's rewards differ|the batch has one prompt|lower --lr|differ by nan).*)"
 INSTANCES = (1, 2, 3, 4, 5)  # tales drawn anew
+TASKS = range(11, 31)  # more of them, which a study reports
 
 
 class Arm(NamedTuple):
@@ -74,7 +75,7 @@ for toy in ("tales", "low_entropy"):
     chosen = f"mkdir -p runs && zcat toy/{toy}/preferences_test.jsonl.gz | grep"
     PREPARE[f"runs/{toy}_tuning.jsonl"] = f"{chosen} -E {TOPICS} > runs/{toy}_tuning.jsonl"
     PREPARE[f"runs/{toy}_report.jsonl"] = f"{chosen} -vE {TOPICS} > runs/{toy}_report.jsonl"
-for i in INSTANCES:
+for i in (*INSTANCES, *TASKS):
     PREPARE[f"runs/instances/{i}/"] = f"python toy/make.py --tasks tales --seed {i} --out runs/instances/{i}"
 
 
@@ -221,14 +222,14 @@ def judge_of(model: str):
     return make.another_instance(int(instance[1]) if instance else 0).judge
 
 
-def untrained(arms: list[Arm], metrics: list[str], at: str, more: str = "") -> dict[str, dict]:
-    """{panel: {metric: score before training}}, each the mean over three seeds of the evaluation."""
+def untrained(arms: list[Arm], metrics: list[str], at: str, seeds: tuple, more: str = "") -> dict[str, dict]:
+    """{panel: {metric: score before training}}, each the mean over seeds of the evaluation."""
     first_of = {}
     for arm in arms:
         first_of.setdefault(arm.panel, arm._replace(name="untrained"))
     runs = []
     for arm in first_of.values():
-        runs += [(arm, 1e-30, seed, f"--num-steps 1 {more}") for seed in (1, 2, 3)]
+        runs += [(arm, 1e-30, seed, f"--num-steps 1 {more}") for seed in seeds]
     rows = rows_of(runs, at)
     scores = {}
     for panel in first_of:

@@ -30,6 +30,7 @@ ABOUT = {  # the only settings in which the arms of a panel may differ, besides 
     "parity": {"humanline", "online", "k", "dataset"},
     "instances": {"humanline", "online", "epsilon", "dataset"},
     "dpo": {"humanline", "online", "k", "dataset", "beta"},
+    "tasks": {"humanline", "epsilon", "k"},
 }
 
 
@@ -104,6 +105,8 @@ def test_grids_grow_until_the_best_rate_is_inside_and_a_collapse_counts_as_untra
     assert tried == {"low": [1e-5, 3e-5, 1e-4, 3e-4, 1e-3], "second": [3e-5, 1e-4, 3e-4]}
     assert {row["judge"] for row in rows if row["failed"]} == {-3.0}
     assert {row["seed"] for row in rows} == {1, 2, 3}
+    both = [arm._replace(panel=panel) for panel in "AB" for arm in (low, second)]
+    assert miniature.tune(plan._replace(arms=both), {}, "commit")[0] == found
     fixed_grids, _ = miniature.tune(plan._replace(test=None), {}, "commit")  # a figure's do not grow
     assert fixed_grids == {("grpo", "low"): (3e-4, ""), ("grpo", "second"): (1e-4, "--k 2")}
 
@@ -187,6 +190,58 @@ def test_clipping_is_paired_by_seed_and_averaged_over_rates():
     assert (line["low"], line["high"], line["p"]) == pytest.approx((low, high, test.pvalue))
 
 
+def of_twelve_tasks() -> tuple[list[dict], np.ndarray]:
+    """Rows of the three arms, and their scores (arms, tasks)."""
+    scores = np.random.default_rng(2).normal((0.2, 0.4, -0.1), (0.3, 0.1, 0.6), (12, 3)).T
+    rows = []
+    for i, numbers in enumerate(scores.T, 11):
+        for arm, number in zip(("offline", "offline + humanline", study.PAPERS_EPSILON), numbers):
+            rows.append({"panel": f"GRPO {i}", "arm": arm, "judge": number})
+    return rows, scores
+
+
+def test_tasks_are_paired_by_task_and_an_arms_worst_quarter_is_its_own():
+    rows, (offline, humanline, papers) = of_twelve_tasks()
+    lines = study.tasks_test(rows)
+    keys = [(line["first"], line["second"], line["metric"]) for line in lines]
+    assert keys == [
+        ("offline + humanline", second, metric)
+        for second in ("offline", "offline, ε 0.5")
+        for metric in ("judge", "judge, worst quarter")
+    ]
+    for (mean, worst), other in zip((lines[:2], lines[2:]), (offline, papers)):
+        test = stats.ttest_rel(humanline, other)
+        assert mean["difference"] == pytest.approx((humanline - other).mean())
+        assert (mean["low"], mean["high"]) == pytest.approx(tuple(test.confidence_interval()))
+        assert mean["p"] == pytest.approx(test.pvalue)
+        assert mean["p_signed_rank"] == pytest.approx(stats.wilcoxon(humanline - other).pvalue)
+        lowest = [sum(sorted(numbers)[:3]) / 3 for numbers in (humanline, other)]  # of twelve
+        assert worst["difference"] == pytest.approx(lowest[0] - lowest[1])
+    _, corrected, *_ = multipletests([line["p"] for line in lines[:2]], method="holm")
+    assert [line["p_holm"] for line in lines[:2]] == pytest.approx(corrected)
+    assert not any("p_holm" in line for line in lines[2:])
+
+
+def test_the_bootstrap_of_the_worst_quarter_is_that_of_scipy():
+    """Its percentiles, over tasks with both of their scores, to what two sets of draws differ by."""
+    _, (offline, humanline, _) = of_twelve_tasks()
+
+    def statistic(first, second, axis=-1):
+        lowest = [np.sort(scores, axis=axis)[..., :3].mean(-1) for scores in (first, second)]
+        return lowest[0] - lowest[1]
+
+    found = stats.bootstrap(
+        (humanline, offline), statistic, paired=True, method="percentile", n_resamples=20_000, rng=1
+    )
+    line = study.worst_quarters("GRPO", "first", "second", (humanline, offline))
+    interval = found.confidence_interval
+    assert (line["low"], line["high"]) == pytest.approx((interval.low, interval.high), abs=0.02)
+    below = (found.bootstrap_distribution <= 0).mean()
+    assert line["p"] == pytest.approx(2 * min(below, 1 - below), abs=0.005)
+    same = study.worst_quarters("GRPO", "first", "second", (offline, offline))
+    assert (same["difference"], same["p"]) == (0, 1)
+
+
 def test_main_effects_are_differences_of_means_in_a_balanced_design():
     generator = np.random.default_rng(1)
     rows = []
@@ -240,7 +295,12 @@ def test_committed_runs_are_those_of_the_plan_at_the_best_rates_of_their_grids(n
                 reported.append((arm.panel, arm.name, seed))
                 best = max(choices, key=lambda choice: np.mean(choices[choice]), default=(arm.lrs[0], ""))
                 assert (row["lr"], option) == best
-    assert reported == [(arm.panel, arm.name, seed) for arm in plan.arms for seed in plan.seeds]
+    expected = [(arm.panel, arm.name, seed) for arm in plan.arms for seed in plan.seeds]
+    if plan.instances:  # the first ones, all arms on each
+        panels = {panel for panel, _, _ in reported}
+        expected = [run for run in expected[: len(reported)] if run[0] in panels]
+        assert len(reported) == len(panels) * len({arm.name for arm in plan.arms})
+    assert reported == expected
 
 
 def same(line: dict, saved: dict) -> bool:
@@ -255,6 +315,8 @@ def same(line: dict, saved: dict) -> bool:
 def test_committed_statistics_are_those_of_the_committed_rows(name):
     plan = PLANS[name]
     rows = [row for row in pictures.read(pictures.RESULTS, name) if row["phase"] == "reported"]
+    if plan.instances:
+        rows = study.over_instances(rows)
     saved = [line for line in pictures.read(pictures.RESULTS, f"{name}_arms") if line["arm"] != "untrained"]
     for metric in plan.metrics:
         of_metric = [line for line in saved if line["metric"] == metric]
