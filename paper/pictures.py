@@ -70,6 +70,8 @@ def figures_of(name: str, folder: Path) -> dict:
         return {name: draw_sweep(rows, lines)}
     if name == "instances":
         return {name: draw_instances(rows, lines)}
+    if name == "tasks":
+        return {name: draw_tasks(rows, lines)}
     tests = []
     if (folder / f"{name}_tests.csv").exists():
         tests = read(folder, f"{name}_tests")
@@ -279,6 +281,43 @@ def draw_instances(rows: list[dict], lines: list[dict]):
     axes[0].legend(fontsize=7)
     meaning = "mark: a task's runs; black, bar: mean of the tasks, 95% interval; beyond ±0.6 a log scale"
     figure.supxlabel(meaning, fontsize=7)
+    return figure
+
+
+# Okabe and Ito's colours, which colour-blind people tell apart, and a mark for each.
+TASK_MARKS = {
+    "before": ("|", "black"),
+    "offline, ε 0.5": ("v", "#E69F00"),
+    "offline": ("o", "#0072B2"),
+    "offline + humanline": ("s", "#D55E00"),
+}
+
+
+def draw_tasks(rows: list[dict], lines: list[dict]):
+    """The judge's score by task, in the order of offline's, and below them the means of the tasks."""
+    before = {line["panel"]: line["mean"] for line in select(lines, arm="untrained")}
+    scores = {"before": {panel: before[panel] for panel in dict.fromkeys(row["panel"] for row in rows)}}
+    for row in rows:
+        scores.setdefault(row["arm"], {})[row["panel"]] = row["judge"]
+    panels = sorted(scores["offline"], key=scores["offline"].get, reverse=True)
+    bottom = len(panels) + 0.7
+    figure, ax = plt.subplots(figsize=(7, 1.9 + 0.24 * len(panels)), layout="constrained")
+    for place, panel in enumerate(panels):
+        ends = [scores[arm][panel] for arm in ("offline", "offline + humanline")]
+        ax.plot(ends, [place] * 2, color="0.75", linewidth=2, zorder=1)
+    for i, (arm, (marker, color)) in enumerate(TASK_MARKS.items()):
+        values = np.array([scores[arm][panel] for panel in panels])
+        label = {"before": "before training", "offline": "offline, ε 2"}.get(arm, arm)
+        ax.plot(values, range(len(panels)), marker, color=color, markersize=6, label=label)
+        half = curves.interval(values)
+        ax.errorbar(values.mean(), bottom + 0.45 * i, xerr=half, fmt=marker, color=color, capsize=3)
+    ax.axhline(len(panels) - 0.3, color="0.6", linewidth=0.8)
+    names = [f"task {panel.split()[1]}" for panel in panels]
+    ax.set_yticks([*range(len(panels)), bottom + 0.7], [*names, "mean, 95%"], fontsize=7)
+    ax.set_ylim(bottom + 1.8, -0.7)
+    ax.set_xlabel(UNITS["judge"])
+    ax.grid(axis="x", alpha=0.3)
+    figure.legend(loc="outside upper center", ncols=4, fontsize=8)
     return figure
 
 

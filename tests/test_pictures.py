@@ -9,6 +9,7 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT))
 from paper import curves, figure2, pictures  # noqa: E402
 
+OTHERS = ("figure8", "time", "instances", "tasks")  # with a test of their own
 NAMES = sorted(path.stem.removesuffix("_arms") for path in pictures.RESULTS.glob("*_arms.csv"))
 
 
@@ -25,7 +26,7 @@ def of_lines(axes, marker: str) -> set[float]:
     return {float(x) for line in lines for x in line.get_xdata()}
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("figure8", "time", "instances")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in OTHERS])
 def test_dots_are_runs_squares_are_means_and_dotted_lines_the_score_before(name, figures):
     figure = figures(name)[name]
     shown = pictures.shown_of(name)
@@ -76,6 +77,24 @@ def test_instances_are_lines_of_means_over_their_seeds(figures):
                 runs = pictures.select(rows, panel=f"{axes.get_title()} {i}", arm=arm)
                 mean = np.mean([row["judge"] for row in runs])
                 assert len(runs) == 2 and line.get_ydata()[place] == pytest.approx(mean)
+
+
+def test_tasks_have_a_mark_for_every_run_in_the_order_of_offlines_scores(figures):
+    rows = pictures.select(pictures.read(pictures.RESULTS, "tasks"), phase="reported")
+    (axes,) = figures("tasks")["tasks"].axes
+    drawn = {}  # {arm: {task: score}}
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    for line in axes.get_lines():
+        if not line.get_label().startswith("_"):
+            drawn[line.get_label()] = dict(zip(names, line.get_xdata()))
+    for arm in ("offline", "offline, ε 0.5", "offline + humanline"):
+        scores = {row["panel"].replace("GRPO", "task"): row["judge"] for row in rows if row["arm"] == arm}
+        assert drawn["offline, ε 2" if arm == "offline" else arm] == scores
+        if arm == "offline":
+            assert [scores[name] for name in names[:-1]] == sorted(scores.values(), reverse=True)
+    before = [line for line in pictures.read(pictures.RESULTS, "tasks_arms") if line["arm"] == "untrained"]
+    scores = {line["panel"].replace("GRPO", "task"): line["mean"] for line in before if " " in line["panel"]}
+    assert drawn["before training"] == scores
 
 
 def test_time_has_a_line_for_every_run_that_ends_at_its_seconds(figures):
