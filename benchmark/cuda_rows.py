@@ -32,7 +32,6 @@ def build(dtype: torch.dtype):
     """A model with the attention that the scripts choose; `chosen` says why no faster one."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # as `setup` does
     config = read_config(DPO, "--model", MODEL, False)
-    torch.manual_seed(0)
     with DEVICE:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.chosen = utils.choose_attention(model, LENGTH)
@@ -135,9 +134,8 @@ def process_state(policy) -> dict:
     state = {"products in": torch.get_float32_matmul_precision()}
     if CUDA:
         state["cuDNN's attention"] = torch.backends.cuda.cudnn_sdp_enabled()
-        state["expandable segments"] = torch.cuda.memory._snapshot()["allocator_settings"][
-            "expandable_segments"
-        ]
+        settings = torch.cuda.memory._snapshot()["allocator_settings"]
+        state["expandable segments"] = settings["expandable_segments"]
     rope = policy.base_model.rotary_emb
     positions = torch.arange(4096, device=policy.device)
     found, _ = rope(torch.zeros(1, device=policy.device), positions[None])

@@ -73,8 +73,8 @@ def test_a_run_on_a_pretended_gpu(script, grouped, tmp_path):
         if script != "grpo_math":  # between rounds it waits in the host's memory
             assert facts["reward model's weights"] > 0 and facts["reward model's on the GPU"] == 0
         assert facts["gradients of a unit"] == UNITS * passes
-        # DCP makes a step without gradients, before it writes a checkpoint.
-        assert facts["fused AdamW"] == STEPS + 1
+        # DCP makes a step without gradients, before it writes a checkpoint; not in torch 2.11.
+        assert facts["fused AdamW"] == STEPS + GROUPED
         assert facts["syncs"] == STEPS
         synced = [name for name in facts if name.startswith("reference")]
         assert synced == ["reference torch.bfloat16, policy torch.float32"]
