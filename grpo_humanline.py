@@ -47,7 +47,7 @@ class Args:
     # algorithm
     beta: float = 0.01  # weight of the KL penalty (Table 3)
     epsilon: float = 0.15  # the ratio is clipped to 1 ± ε (Table 3; offline without humanline pass 0.5)
-    group_size: int = 2  # G. 2: best and worst of a prompt's, A = ±1 (C.1.4). More: all, so many sampled
+    group_size: int = 2  # G. 2: a prompt's best and worst, A = ±1 (C.1.4). More: all G; online G are sampled
     # humanline
     humanline: bool = True  # --no-humanline: no clipping, no syncing but at the start of a round
     k: int = 1  # optimizer steps between syncs of the reference (paper: 1)
@@ -89,7 +89,7 @@ class Args:
     reward_threshold: float = 0.01  # τ, least difference in a pair (Table 1), also of a row with scores
     # sampling
     max_new_tokens: int = 2048  # tokens (paper: 2048); training reads those up to --max-length
-    temperature: float = 0.7  # of sampling (Table 1)
+    temperature: float = 0.7  # of sampling (Table 1); log-probs in training are at 1
     top_p: float = 0.95  # nucleus sampling (Table 1)
     engine: Literal["auto", "vllm", "hf"] = "auto"  # auto: vLLM where installed
     vllm_memory: float = 0.3  # share of a GPU's memory
@@ -132,7 +132,8 @@ def grpo_loss(clipped_log_ratio, log_ratio, advantages, beta: float, epsilon: fl
         advantages: (B,).
 
     Returns:
-        The loss of every token (B, T). Detached: ratio, k3, and where the clip to 1 ± ε removes the gradient.
+        The loss of every token (B, T), which main averages. Detached: ratio, k3, and where the clip to 1 ± ε
+        removes the gradient.
     """
     A = advantages.unsqueeze(-1)  # (B, 1)
     ratio = clipped_log_ratio.exp()  # (B, T)
@@ -196,10 +197,10 @@ def encode_row(args, tokenizer, eos_ids, row: dict) -> tuple:
 
     Raises utils.CannotTrain if the row is to be left out, and another exception if it is malformed.
     """
-    utils.check_columns(row)
+    utils.check_columns(row)  # an error for text in other columns, such as "system" (utils.NOT_READ)
     prompt, completions = read_pair(row)
-    scores = [1.0, 0.0]  # of chosen and rejected (C.1.3)
-    if "scores" in row:
+    scores = [1.0, 0.0]  # of chosen and rejected (C.1.3); a prompt alone needs none
+    if "scores" in row:  # such a row has no pair
         completions = row["completions"]
         scores = row["scores"]
         if len(completions) != len(scores) or not np.isfinite(scores).all():
@@ -207,7 +208,7 @@ def encode_row(args, tokenizer, eos_ids, row: dict) -> tuple:
     examples = encode_group(args, tokenizer, eos_ids, prompt, completions, scores)
     if not completions:  # a prompt alone
         return examples
-    group = make_group(args, examples)  # as of samples, below
+    group = make_group(args, examples)  # best and worst if G = 2, else all; main checks that they are G
     if not group:
         raise utils.CannotTrain("its scores are equal, or differ by less than --reward-threshold")
     return group
@@ -228,6 +229,7 @@ def read_pair(row: dict) -> tuple:
         if history != rejected_history:
             raise ValueError("chosen and rejected must differ in their last message alone")
         texts = [message["content"] for message in history]
+        # prompt may repeat the history, or one of its messages as text
         if history and prompt not in (None, history, *texts):
             raise ValueError("chosen and rejected do not begin with the prompt")
         prompt = history or prompt
@@ -370,7 +372,7 @@ def load_models(args, reference_dtype: torch.dtype, device) -> tuple:
     # The files are memory-mapped, in pages that all ranks share. The policy is cast after sharding, which
     # moves a rank's shards to its device, so that no rank ever holds the whole model in fp32.
     models = []
-    for dtype in ("auto", reference_dtype):
+    for dtype in ("auto", reference_dtype):  # the policy is cast to fp32 below
         model = utils.load_pretrained(AutoModelForCausalLM, args.model, config=config, dtype=dtype, **options)
         run.compare_ranks("the checksum of --model's weights", utils.checksum(model))
         models.append(shard_model(args, model, device))
@@ -378,7 +380,7 @@ def load_models(args, reference_dtype: torch.dtype, device) -> tuple:
     policy.to(torch.float32).eval()  # dropout would part it from the reference
     reference.eval().requires_grad_(False)
     for name, buffer in policy.named_buffers():
-        # Gemma's scale is rounded to the dtype of loading: to the files' in one, to another in the other.
+        # Gemma's scale is rounded to the dtype of loading, which differs: both get the reference's.
         buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
@@ -515,7 +517,7 @@ def grpo_metrics(losses, ratio, k3, removed) -> dict:
 def main(args: Args):
     run.check_flags(args, args.batch_size)
     rank, world, device = setup(args)
-    reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32  # of what is frozen
+    reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32  # at most fp32
 
     # data
     with run.exit_on_error(f"--model {args.model}"):
@@ -541,7 +543,7 @@ def main(args: Args):
         policy, reference = load_models(args, reference_dtype, device)
     with run.exit_on_error(f"--reward-model {args.reward_model}"):
         sampler = make_sampler(args, tokenizer, eos_ids, reference_dtype, device)
-    # Fused, or CUDA needs memory for one more moment. The loop sets rate, ε and decay, so new flags win.
+    # Fused, or CUDA needs a copy of one of its states. The loop sets rate, ε and decay, so new flags win.
     optimizer = torch.optim.AdamW(policy.parameters(), fused=device.type == "cuda")
     lr_factor = run.lr_schedule(args, optimizer)
 
@@ -549,7 +551,7 @@ def main(args: Args):
     output_dir = run.open_folder(args, __file__)
     checkpoint = run.newest_checkpoint(output_dir)
     before = evaluate(args, policy, sampler, held_out)  # of the initial policy, also on resume
-    # All ranks meet in hash_data, and have looked for a checkpoint before rank 0 writes into the folder.
+    # hash_data is a barrier too: no rank still looks for a checkpoint when rank 0 begins to write.
     progress = run.Progress(data_hash=run.hash_data(groups))
     if checkpoint:
         progress = run.load_checkpoint(checkpoint, policy, reference, optimizer, progress.data_hash)
@@ -592,7 +594,7 @@ def main(args: Args):
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
         means = run.Means()
         for number, indices in enumerate(micro_batches, 1):
-            # A sum over ranks is rounded to fp32. One, after the last pass, is best, but for a GPU's memory.
+            # Summed over ranks in every pass on a GPU, for memory, else in the last: fewer roundings to fp32.
             policy.set_requires_gradient_sync(device.type == "cuda" or number == len(micro_batches))
             policy.set_requires_all_reduce(number == len(micro_batches))  # over the copies of HSDP
             input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
@@ -620,7 +622,7 @@ def main(args: Args):
         if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
             run.fail(f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; lower --lr")
 
-        # the update, and before it the sync: in the next step the reference lacks this one update (Figure 3)
+        # the update, and before it the sync, at steps 0, k, 2k: then the reference is 1 to k updates behind
         metrics["humanline/steps_since_sync"] = step - progress.last_sync
         if args.humanline and args.sync == "before_step" and step % args.k == 0:
             sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)

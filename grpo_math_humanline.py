@@ -140,7 +140,8 @@ def grpo_loss(clipped_log_ratio, log_ratio, advantages, beta: float, epsilon: fl
         advantages: (B,).
 
     Returns:
-        The loss of every token (B, T). Detached: ratio, k3, and where the clip to 1 ± ε removes the gradient.
+        The loss of every token (B, T), which main averages. Detached: ratio, k3, and where the clip to 1 ± ε
+        removes the gradient.
     """
     A = advantages.unsqueeze(-1)  # (B, 1)
     ratio = clipped_log_ratio.exp()  # (B, T)
@@ -202,7 +203,7 @@ def encode_row(args, tokenizer, eos_ids, row: dict) -> tuple:
 
     Raises utils.CannotTrain if the row is to be left out, and another exception if it is malformed.
     """
-    utils.check_columns(row)
+    utils.check_columns(row)  # an error for text in other columns, such as "system" (utils.NOT_READ)
     prompt = row["problem"]
     if args.system_prompt:
         system = {"role": "system", "content": args.system_prompt}
@@ -334,7 +335,7 @@ def load_models(args, reference_dtype: torch.dtype, device) -> tuple:
     # The files are memory-mapped, in pages that all ranks share. The policy is cast after sharding, which
     # moves a rank's shards to its device, so that no rank ever holds the whole model in fp32.
     models = []
-    for dtype in ("auto", reference_dtype):
+    for dtype in ("auto", reference_dtype):  # the policy is cast to fp32 below
         model = utils.load_pretrained(AutoModelForCausalLM, args.model, config=config, dtype=dtype, **options)
         run.compare_ranks("the checksum of --model's weights", utils.checksum(model))
         models.append(shard_model(args, model, device))
@@ -342,7 +343,7 @@ def load_models(args, reference_dtype: torch.dtype, device) -> tuple:
     policy.to(torch.float32).eval()  # dropout would part it from the reference
     reference.eval().requires_grad_(False)
     for name, buffer in policy.named_buffers():
-        # Gemma's scale is rounded to the dtype of loading: to the files' in one, to another in the other.
+        # Gemma's scale is rounded to the dtype of loading, which differs: both get the reference's.
         buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
@@ -583,7 +584,7 @@ def grpo_metrics(losses, ratio, k3, removed) -> dict:
 def main(args: Args):
     run.check_flags(args, args.prompts_per_step * args.group_size)
     rank, world, device = setup(args)
-    reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32  # of what is frozen
+    reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32  # at most fp32
 
     # data
     with run.exit_on_error(f"--model {args.model}"):
@@ -606,7 +607,7 @@ def main(args: Args):
     with run.exit_on_error(f"--model {args.model}"):
         policy, reference = load_models(args, reference_dtype, device)
         sampler = make_sampler(args, tokenizer, eos_ids, reference_dtype, device)
-    # Fused, or CUDA needs memory for one more moment. The loop sets rate, ε and decay, so new flags win.
+    # Fused, or CUDA needs a copy of one of its states. The loop sets rate, ε and decay, so new flags win.
     optimizer = torch.optim.AdamW(policy.parameters(), fused=device.type == "cuda")
     lr_factor = run.lr_schedule(args, optimizer)
 
@@ -614,7 +615,7 @@ def main(args: Args):
     output_dir = run.open_folder(args, __file__)
     checkpoint = run.newest_checkpoint(output_dir)
     before = evaluate(args, policy, sampler, grader, held_out)  # of the initial policy, also on resume
-    # All ranks meet in hash_data, and have looked for a checkpoint before rank 0 writes into the folder.
+    # hash_data is a barrier too: no rank still looks for a checkpoint when rank 0 begins to write.
     progress = run.Progress(data_hash=run.hash_data(groups))
     if checkpoint:
         progress = run.load_checkpoint(checkpoint, policy, reference, optimizer, progress.data_hash)
@@ -654,7 +655,7 @@ def main(args: Args):
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
         means = run.Means()
         for number, indices in enumerate(micro_batches, 1):
-            # A sum over ranks is rounded to fp32. One, after the last pass, is best, but for a GPU's memory.
+            # Summed over ranks in every pass on a GPU, for memory, else in the last: fewer roundings to fp32.
             policy.set_requires_gradient_sync(device.type == "cuda" or number == len(micro_batches))
             policy.set_requires_all_reduce(number == len(micro_batches))  # over the copies of HSDP
             input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
@@ -685,7 +686,7 @@ def main(args: Args):
         if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
             run.fail(f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; lower --lr")
 
-        # the update, and before it the sync: in the next step the reference lacks this one update (Figure 3)
+        # the update, and before it the sync, at steps 0, k, 2k: then the reference is 1 to k updates behind
         metrics["humanline/steps_since_sync"] = step - progress.last_sync
         if args.humanline and args.sync == "before_step" and step % args.k == 0:
             sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
