@@ -124,7 +124,7 @@ def make(plan: Path):
         if os.environ.get("RANK", "0") == "0":
             Path(f"{path}.result").write_text(text)
         gc.collect()
-    os._exit(0)  # an engine could wait for something
+    sys.exit()  # not os._exit: engines on the CPU would leave shared memory behind, in which the next fails
 
 
 def all_runs(folder: Path) -> dict[str, tuple[str, str, str]]:
