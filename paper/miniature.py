@@ -203,7 +203,7 @@ def main(name: Positional[Name], seeds: int = 0, panels: int = 0, write: bool = 
     Args:
         name: A figure or table, a study, or time.
         seeds: Reported runs of an arm (intervals and tests need two); 0: all of the plan.
-        panels: Of a study of instances, how many of them are reported; 0: all of the plan.
+        panels: Reported panels, in the order of the plan; 0: all of them.
         write: Replace the files of paper/results; else they are written into runs/results.
     """
     out = RESULTS if write else ROOT / "runs" / "results"

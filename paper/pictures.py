@@ -286,7 +286,7 @@ def draw_instances(rows: list[dict], lines: list[dict]):
 
 # Okabe and Ito's colours, which colour-blind people tell apart, and a mark for each.
 TASK_MARKS = {
-    "before": ("|", "black"),
+    "before training": ("|", "black"),
     "offline, ε 0.5": ("v", "#E69F00"),
     "offline": ("o", "#0072B2"),
     "offline + humanline": ("s", "#D55E00"),
@@ -295,26 +295,28 @@ TASK_MARKS = {
 
 def draw_tasks(rows: list[dict], lines: list[dict]):
     """The judge's score by task, in the order of offline's, and below them the means of the tasks."""
+    scores = {}  # {arm: {panel: score}}
     before = {line["panel"]: line["mean"] for line in select(lines, arm="untrained")}
-    scores = {"before": {panel: before[panel] for panel in dict.fromkeys(row["panel"] for row in rows)}}
     for row in rows:
+        scores.setdefault("before training", {})[row["panel"]] = before[row["panel"]]
         scores.setdefault(row["arm"], {})[row["panel"]] = row["judge"]
     panels = sorted(scores["offline"], key=scores["offline"].get, reverse=True)
     bottom = len(panels) + 0.7
-    figure, ax = plt.subplots(figsize=(7, 1.9 + 0.24 * len(panels)), layout="constrained")
+    figure, ax = plt.subplots(figsize=(7, 2.2 + 0.22 * len(panels)), layout="constrained")
     for place, panel in enumerate(panels):
         ends = [scores[arm][panel] for arm in ("offline", "offline + humanline")]
         ax.plot(ends, [place] * 2, color="0.75", linewidth=2, zorder=1)
-    for i, (arm, (marker, color)) in enumerate(TASK_MARKS.items()):
+    for arm, (marker, color) in TASK_MARKS.items():
         values = np.array([scores[arm][panel] for panel in panels])
-        label = {"before": "before training", "offline": "offline, ε 2"}.get(arm, arm)
+        label = {"offline": "offline, ε 2"}.get(arm, arm)
         ax.plot(values, range(len(panels)), marker, color=color, markersize=6, label=label)
         half = curves.interval(values)
-        ax.errorbar(values.mean(), bottom + 0.45 * i, xerr=half, fmt=marker, color=color, capsize=3)
+        ax.errorbar(values.mean(), bottom, xerr=half, fmt=marker, color=color, capsize=3)
+        bottom += 0.5
     ax.axhline(len(panels) - 0.3, color="0.6", linewidth=0.8)
     names = [f"task {panel.split()[1]}" for panel in panels]
-    ax.set_yticks([*range(len(panels)), bottom + 0.7], [*names, "mean, 95%"], fontsize=7)
-    ax.set_ylim(bottom + 1.8, -0.7)
+    ax.set_yticks([*range(len(panels)), len(panels) + 1.3], [*names, "mean, 95%"], fontsize=7)
+    ax.set_ylim(bottom + 0.2, -0.7)
     ax.set_xlabel(UNITS["judge"])
     ax.grid(axis="x", alpha=0.3)
     figure.legend(loc="outside upper center", ncols=4, fontsize=8)

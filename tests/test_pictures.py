@@ -81,20 +81,23 @@ def test_instances_are_lines_of_means_over_their_seeds(figures):
 
 def test_tasks_have_a_mark_for_every_run_in_the_order_of_offlines_scores(figures):
     rows = pictures.select(pictures.read(pictures.RESULTS, "tasks"), phase="reported")
-    (axes,) = figures("tasks")["tasks"].axes
-    drawn = {}  # {arm: {task: score}}
-    names = [label.get_text() for label in axes.get_yticklabels()]
-    for line in axes.get_lines():
-        if not line.get_label().startswith("_"):
-            drawn[line.get_label()] = dict(zip(names, line.get_xdata()))
-    for arm in ("offline", "offline, ε 0.5", "offline + humanline"):
-        scores = {row["panel"].replace("GRPO", "task"): row["judge"] for row in rows if row["arm"] == arm}
-        assert drawn["offline, ε 2" if arm == "offline" else arm] == scores
-        if arm == "offline":
-            assert [scores[name] for name in names[:-1]] == sorted(scores.values(), reverse=True)
-    before = [line for line in pictures.read(pictures.RESULTS, "tasks_arms") if line["arm"] == "untrained"]
-    scores = {line["panel"].replace("GRPO", "task"): line["mean"] for line in before if " " in line["panel"]}
-    assert drawn["before training"] == scores
+    before = pictures.select(pictures.read(pictures.RESULTS, "tasks_arms"), arm="untrained")
+    drawn = 0
+    for axes in figures("tasks")["tasks"].axes:
+        names = [label.get_text() for label in axes.get_yticklabels()][:-1]
+        for line in axes.get_lines():
+            label = line.get_label().replace(", ε 2", "")
+            if label.startswith("_"):
+                continue
+            scores = {row["panel"]: row["judge"] for row in rows if row["arm"] == label}
+            if label == "before training":
+                scores = {row["panel"]: row["mean"] for row in before}
+            expected = [scores[name.replace("task", "GRPO")] for name in names]
+            assert line.get_xdata().tolist() == expected
+            if label == "offline":
+                assert expected == sorted(expected, reverse=True)
+            drawn += len(expected) * (label != "before training")
+    assert drawn == len(rows)
 
 
 def test_time_has_a_line_for_every_run_that_ends_at_its_seconds(figures):
