@@ -26,7 +26,7 @@ short = "--num-steps 2 --eval-samples 8"
 arms = trials.arms("DPO", "dpo", (1e-3, 1e30), {"humanline": ""}, short)
 arms += trials.arms("DPO", "dpo", (1e-3,), {"offline": "--no-humanline"}, short)
 miniature.PLANS["tiny"] = study.Plan(arms)
-miniature.main("tiny", 2, WRITE)
+miniature.main("tiny", 2, write=WRITE)
 """
 
 
