@@ -237,6 +237,7 @@ def compiled() -> str:
     for block in DPO.decoder_blocks(model):
         block.compile(dynamic=True)
     counters = torch._dynamo.utils.counters["stats"]
+    counters.clear()
     run_passes(model, batches[:2])
     graphs = counters["unique_graphs"]
     seconds, results = run_passes(model, batches)
