@@ -86,12 +86,13 @@ def tune(plan: study.Plan, collapsed: dict, at: str) -> tuple:
     An arm that stands in several panels is tuned on all of them together.
     """
     data, _ = plan.data
-    grids = {(arm.script, arm.name): list(arm.lrs) for arm in tuned_arms(plan)}
+    arms = tuned_arms(plan)
+    choices = {(arm.script, arm.name): list(product(arm.lrs, arm.options)) for arm in arms}
     grown = True
     while grown:
         runs = []
-        for arm in tuned_arms(plan):
-            for lr, option in product(grids[arm.script, arm.name], arm.options):
+        for arm in arms:
+            for lr, option in choices[arm.script, arm.name]:
                 runs += [(arm, lr, seed, f"{option} {data}") for seed in plan.tuning_seeds]
         rows = rows_of(runs, collapsed, at)
         scores = {}  # {(script, arm's name): {(rate, option): those of its runs}}
@@ -101,14 +102,23 @@ def tune(plan: study.Plan, collapsed: dict, at: str) -> tuple:
             scores.setdefault((arm.script, arm.name), {}).setdefault(choice, []).append(score)
         best = {}
         grown = False
-        for key, by_choice in scores.items():
-            means = {choice: np.mean(numbers) for choice, numbers in by_choice.items()}
-            best[key] = lr, _ = max(means, key=means.get)
+        for arm in arms:
+            key = (arm.script, arm.name)
+            if key in best:  # of another panel
+                continue
+            means = {choice: np.mean(numbers) for choice, numbers in scores[key].items()}
+            best[key] = lr, option = max(means, key=means.get)
             i = LADDER.index(lr)
-            beside = [rate for rate in LADDER[max(0, i - 1) : i + 2] if rate not in grids[key]]
+            tried = [rate for rate, _ in choices[key]]
+            beside = [rate for rate in LADDER[max(0, i - 1) : i + 2] if rate not in tried]
+            more = []
             if plan.test and beside:  # it is at an end of the grid
-                grids[key] += beside
-                grown = True
+                more = list(product(beside, arm.options))
+            elif option in arm.options:
+                more = [(lr, f"{option} {flags}") for flags in arm.then]
+            new = [choice for choice in more if choice not in choices[key]]
+            choices[key] += new
+            grown = grown or bool(new)
     return best, rows
 
 
@@ -217,7 +227,10 @@ def main(name: Positional[Name], seeds: int = 0, panels: int = 0, write: bool = 
             plan = plan._replace(seeds=range(plan.seeds.start, plan.seeds.start + seeds))
         if panels:
             chosen = list(dict.fromkeys(arm.panel for arm in plan.arms))[:panels]
-            plan = plan._replace(arms=[arm for arm in plan.arms if arm.panel in chosen])
+            made = [arm for arm in plan.arms if arm.panel in chosen]
+            needed = {(arm.script, arm.name) for arm in made}
+            tuned = [arm for arm in plan.tuned if (arm.script, arm.name) in needed]
+            plan = plan._replace(arms=made, tuned=tuned)
         count = count_runs(plan)
         minutes = count / os.cpu_count()  # of a minute each, unless it is known better
         if (RESULTS / f"{name}.csv").exists():
@@ -234,7 +247,7 @@ def main(name: Positional[Name], seeds: int = 0, panels: int = 0, write: bool = 
 def count_runs(plan: study.Plan) -> int:
     """Of the untrained policies, tuning and report, if no grid grows."""
     panels = {arm.panel for arm in [*plan.tuned, *plan.arms]}
-    grids = sum(len(arm.lrs) * len(arm.options) for arm in tuned_arms(plan))
+    grids = sum(len(arm.lrs) * len(arm.options) + len(arm.then) for arm in tuned_arms(plan))
     return (
         len(plan.before_seeds) * len(panels)
         + grids * len(plan.tuning_seeds)

@@ -30,12 +30,13 @@ from toy import make  # noqa: E402
 
 # What a run computes depends on these.
 CODE = ["dpo_humanline.py", "kto_humanline.py", "grpo_humanline.py", "grpo_math_humanline.py", "run.py"]
-CODE += ["utils.py", "paper/quartiles.py", "paper/variants.py", "toy", ":!toy/README.md"]
+CODE += ["utils.py", "paper/frontier.py", "paper/quartiles.py", "paper/variants.py", "toy", ":!toy/README.md"]
 FIRST_SEED = 11  # those below are for tuning
 # Ends that are results: a prompt's samples differ no more, only those of one prompt do, or training diverged.
 COLLAPSED = r"error: (.*(?:no prompt's rewards differ|the batch has one prompt|lower --lr|differ by nan).*)"
 INSTANCES = (1, 2, 3, 4, 5)  # tales drawn anew
 TASKS = range(11, 31)  # more of them, which a study reports
+STORIES = (1, 2, *range(11, 23))  # stories drawn anew: two to tune on, twelve that a study reports
 
 
 class Arm(NamedTuple):
@@ -45,6 +46,7 @@ class Arm(NamedTuple):
     flags: str  # besides the learning rate and the seed
     lrs: tuple[float, ...]  # the grid; a single one is not tuned
     options: tuple[str, ...] = ("",)  # flags that are tuned together with the rate
+    then: tuple[str, ...] = ()  # flags that are tried at the best of these alone
     variant: str = ""  # of paper/variants.py
 
 
@@ -77,6 +79,8 @@ for toy in ("tales", "low_entropy"):
     PREPARE[f"runs/{toy}_report.jsonl"] = f"{chosen} -vE {TOPICS} > runs/{toy}_report.jsonl"
 for i in (*INSTANCES, *TASKS):
     PREPARE[f"runs/instances/{i}/"] = f"python toy/make.py --tasks tales --seed {i} --out runs/instances/{i}"
+for i in STORIES:
+    PREPARE[f"runs/stories/{i}/"] = f"python toy/make.py --tasks stories --seed {i} --out runs/stories/{i}"
 
 
 def commit() -> str:
@@ -146,6 +150,8 @@ def start(line: str, folder: Path):
             errors = "\n".join(re.findall("error: .*", done.stderr)) or done.stderr
             raise SystemExit(f"{errors}\nerror: exit code {done.returncode}: {training}")
         end["failed"] = collapse[1]
+    elif "/stories/policy" in line:
+        shell(f"python paper/frontier.py {folder}").check_returncode()
     write(folder / "end.json", json.dumps(end))
 
 
@@ -178,7 +184,10 @@ def row_of(arm: Arm, lr: float, seed: int, more: str, at: str) -> dict:
     steps = read_steps(folder)
     for key, (mean, _) in read_summary(folder)["after"].items():
         row[key] = mean
-    row["judge"] = judged(folder)
+    if (folder / "frontier.json").exists():
+        row |= frontier_columns(json.loads((folder / "frontier.json").read_text()))
+    else:
+        row["judge"] = judged(folder)
     row["clipped"] = fmean(step["humanline/clipped_low"] + step["humanline/clipped_high"] for step in steps)
     row["grad_norm_max"] = max(step["grad_norm"] for step in steps)
     curve = {}  # {column: accuracy after so many steps}
@@ -188,6 +197,14 @@ def row_of(arm: Arm, lr: float, seed: int, more: str, at: str) -> dict:
     if curve:
         row |= {"curve": fmean(curve.values()), **curve}
     return row
+
+
+def frontier_columns(points: dict[str, dict]) -> dict[str, float]:
+    """Of the last step all, of the others the two that make a picture: judge@30, kl@30."""
+    columns = {}
+    for step, point in points.items():
+        columns |= {f"{name}@{step}": point[name] for name in ("judge", "kl")}
+    return point | columns
 
 
 def read_steps(folder: Path) -> list[dict]:

@@ -30,7 +30,9 @@ ABOUT = {  # the only settings in which the arms of a panel may differ, besides 
     "parity": {"humanline", "online", "k", "dataset"},
     "instances": {"humanline", "online", "epsilon", "dataset"},
     "dpo": {"humanline", "online", "k", "dataset", "beta"},
-    "tasks": {"humanline", "epsilon", "k"},
+    "tasks": {"humanline", "epsilon", "k", "beta"},
+    "stories": {"humanline", "epsilon", "k", "beta", "online", "dataset", "reward_model", "round_prompts"}
+    | {"samples_per_prompt"},
 }
 
 
@@ -51,15 +53,17 @@ def test_the_arms_of_a_panel_differ_only_in_what_the_plan_is_about(name):
     plan = PLANS[name]
     panels = {}
     for arm in plan.arms:
-        for option in arm.options:
-            panels.setdefault((arm.panel, arm.script), []).append(settings(arm, f"{option} {plan.data[1]}"))
+        if plan.instances and arm.panel.split()[1] != "11":  # the others differ in their folder alone
+            continue
+        of_options = [settings(arm, f"{option} {plan.data[1]}") for option in arm.options]
+        panels.setdefault((arm.panel, arm.script), []).append(of_options)
     assert len({panel for panel, _ in panels}) == len(panels)
-    for first, *others in panels.values():
-        seen = [first]
-        for other in others:
-            assert other not in seen, "two arms are the same run"
-            assert {key for key in first if first[key] != other[key]} <= ABOUT[name]
-            seen.append(other)
+    for of_arms in panels.values():
+        first = of_arms[0][0]
+        for place, of_options in enumerate(of_arms):
+            assert of_options not in of_arms[:place], "two arms are the same run"
+            for other in of_options:
+                assert {key for key in first if first[key] != other[key]} <= ABOUT[name]
 
 
 def test_tuning_and_report_share_no_prompt_and_no_problem(tmp_path):
@@ -107,6 +111,10 @@ def test_grids_grow_until_the_best_rate_is_inside_and_a_collapse_counts_as_untra
     assert {row["seed"] for row in rows} == {1, 2, 3}
     both = [arm._replace(panel=panel) for panel in "AB" for arm in (low, second)]
     assert miniature.tune(plan._replace(arms=both), {}, "commit")[0] == found
+    last = low._replace(then=("--k 2", "--k 3"))  # at 3e-5 alone, and in vain: 3 is no better than without
+    found, rows = miniature.tune(plan._replace(arms=[last]), {}, "commit")
+    assert found == {("grpo", "low"): (3e-5, " --k 2")}
+    assert len(rows) == 3 * 7
     fixed_grids, _ = miniature.tune(plan._replace(test=None), {}, "commit")  # a figure's do not grow
     assert fixed_grids == {("grpo", "low"): (3e-4, ""), ("grpo", "second"): (1e-4, "--k 2")}
 

@@ -1,0 +1,82 @@
+"""Judge against KL of a run on the stories task: what a policy gained, and how far it went for that.
+
+    python paper/frontier.py runs/some_run   # writes frontier.json there
+
+By steps, for the initial policy, every checkpoint that was kept and final/, frontier.json has of samples for
+the test prompts:
+
+judge     the hidden judge's score: VADER's sentiment, mean over a completion's sentences (toy/stories.py)
+finished  share that ended by themselves
+trigrams  share of the samples' word trigrams that are different ones
+fluency   mean log-prob of a token under the initial policy, nats
+kl        KL(policy, initial policy) of a completion, nats, of samples at temperature 1
+
+All but kl are of samples as they are drawn in the scripts' evaluations: temperature 0.7, top-p 0.95.
+"""
+
+import json
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pandas as pd
+import torch
+import torch.distributed.checkpoint as dcp
+import tyro
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+import run  # noqa: E402
+from toy import stories  # noqa: E402
+
+DRAWS = 2  # samples of a prompt
+
+
+@torch.no_grad()
+def measure(model, initial, tokenizer, prompts: list[str]) -> dict[str, float]:
+    """A point of the frontier, by name."""
+    torch.manual_seed(0)
+    prompts = prompts * DRAWS
+    rows = stories.sample(model, tokenizer, prompts, temperature=0.7, top_p=0.95)
+    logps, mask = stories.completion_logps(initial, tokenizer, rows)
+    point = {
+        "judge": fmean(stories.judge_story(*row) for row in rows),
+        "finished": fmean(finished for *_, finished in rows),
+        "trigrams": stories.distinct_trigrams([text for _, text, _ in rows]),
+        "fluency": ((logps * mask).sum() / mask.sum()).item(),
+    }
+    rows = stories.sample(model, tokenizer, prompts)
+    own, mask = stories.completion_logps(model, tokenizer, rows)
+    others, _ = stories.completion_logps(initial, tokenizer, rows)
+    point["kl"] = ((own - others) * mask).sum(1).mean().item()
+    return point
+
+
+def main(folder: tyro.conf.Positional[Path]):
+    """Writes frontier.json.
+
+    Args:
+        folder: Of a run on stories.
+    """
+    torch.set_num_threads(1)  # as in training: samples could be other ones
+    args = json.loads((folder / "args.json").read_text())
+    policy = ROOT / args["model"]
+    prompts = pd.read_json(policy.parent / "prompts_test.jsonl.gz", lines=True).prompt.tolist()
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    initial = AutoModelForCausalLM.from_pretrained(policy).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder / "final").eval()
+    points = {
+        0: measure(initial, initial, tokenizer, prompts),
+        args["num_steps"]: measure(model, initial, tokenizer, prompts),
+    }
+    for checkpoint in folder.glob("checkpoints/step-*"):
+        step = int(checkpoint.name.removeprefix("step-"))
+        if step not in points:
+            dcp.load({"policy": model.state_dict()}, checkpoint_id=checkpoint)  # in place
+            points[step] = measure(model, initial, tokenizer, prompts)
+    run.write(folder / "frontier.json", json.dumps(dict(sorted(points.items())), indent=2))
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)
