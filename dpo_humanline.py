@@ -173,7 +173,7 @@ def load_rows(name: str, split: str):
         yield from enumerate(datasets.load_dataset(name, split=split), 1)
 
 
-def encode_row(args, tokenizer, eos_ids, row: dict) -> tuple:
+def encode_row(args, tokenizer, eos_ids, row):
     """(chosen, rejected) of a row, or (prompt,) of one without them. Change it to read other columns.
 
     Raises utils.CannotTrain if the row is to be left out, and another exception if it is malformed.
@@ -183,7 +183,7 @@ def encode_row(args, tokenizer, eos_ids, row: dict) -> tuple:
     return encode_group(args, tokenizer, eos_ids, prompt, completions, [1.0, 0.0])
 
 
-def read_pair(row: dict) -> tuple:
+def read_pair(row):
     """Prompt, and [chosen, rejected], or [] where the row has neither.
 
     Each is a text or a list of messages, and the last message of chosen and rejected is the completion. What
@@ -212,7 +212,7 @@ def read_pair(row: dict) -> tuple:
     return prompt, [chosen, rejected]
 
 
-def encode_group(args, tokenizer, eos_ids, prompt, completions: list, rewards: list) -> tuple:
+def encode_group(args, tokenizer, eos_ids, prompt, completions, rewards):
     """The examples of a prompt, one for each completion, or one without."""
     prompt_ids, _ = utils.encode(tokenizer, eos_ids, prompt)
     if not 0 < len(prompt_ids) <= min(args.max_prompt_length, args.max_length - 1):
@@ -256,7 +256,7 @@ def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
     return groups
 
 
-def draw_batch(groups: list, number: int, size: int, seed: int) -> list:
+def draw_batch(groups, number: int, size: int, seed: int):
     """Batch `number` (step or round) of endless, newly shuffled epochs. What fills no batch is skipped."""
     batches_per_epoch = len(groups) // size
     epoch, batch = divmod(number, batches_per_epoch)
@@ -295,7 +295,7 @@ def setup(args):
     return rank, world, device
 
 
-def decoder_blocks(model) -> list:
+def decoder_blocks(model):
     """The modules that transformers names as not to be split; `fully_shard` puts FSDP before the name."""
     names = model._no_split_modules or ()
     return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
@@ -331,7 +331,7 @@ def shard_model(args, model, device):
     return model
 
 
-def load_models(args, reference_dtype: torch.dtype, device) -> tuple:
+def load_models(args, reference_dtype: torch.dtype, device):
     """Policy, stored in fp32, and reference, stored in `reference_dtype`; both compute in --dtype."""
     options = dict(trust_remote_code=args.trust_remote_code)
     config = AutoConfig.from_pretrained(args.model, **options)
@@ -385,7 +385,7 @@ def make_sampler(args, tokenizer, eos_ids, dtype, device):
 
 
 # === Rounds and evaluation ===
-def best_and_worst(samples: list[utils.Example], threshold: float) -> tuple:
+def best_and_worst(samples: list[utils.Example], threshold: float):
     """Algorithm 1: the completions with the most and the least reward; () if they differ by less than τ."""
     best = max(samples, key=lambda x: x.reward)
     worst = min(samples, key=lambda x: x.reward)
@@ -395,12 +395,12 @@ def best_and_worst(samples: list[utils.Example], threshold: float) -> tuple:
     return best, worst
 
 
-def make_group(args, samples: list[utils.Example]) -> tuple:
+def make_group(args, samples: list[utils.Example]):
     """(chosen, rejected) of one prompt's samples, or ()."""
     return best_and_worst(samples, args.reward_threshold)
 
 
-def sample_round(args, sampler, policy, groups: list[tuple], number: int) -> tuple:
+def sample_round(args, sampler, policy, groups: list[tuple], number: int):
     """Algorithm 1: round `number`, from 1, of the policy's samples for the next prompts.
 
     Returns:
@@ -463,7 +463,7 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
 
 
 # === Training ===
-def clipping_metrics(args, log_ratio) -> dict:
+def clipping_metrics(args, log_ratio):
     """For each token: whether it is beyond a bound, and |log-ratio|, (B, T)."""
     return {
         "humanline/clipped_low": (log_ratio < args.log_epsilon_P).double(),
@@ -472,7 +472,7 @@ def clipping_metrics(args, log_ratio) -> dict:
     }
 
 
-def pair_metrics(losses, rewards, logps, mask) -> dict:
+def pair_metrics(losses, rewards, logps, mask):
     """For each pair, (B/2,)."""
     chosen, rejected = rewards.chunk(2)
     chosen_logps, rejected_logps = (logps * mask).sum(-1).chunk(2)

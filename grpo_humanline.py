@@ -192,7 +192,7 @@ def load_rows(name: str, split: str):
         yield from enumerate(datasets.load_dataset(name, split=split), 1)
 
 
-def encode_row(args, tokenizer, eos_ids, row: dict) -> tuple:
+def encode_row(args, tokenizer, eos_ids, row):
     """The group of a row: a pair's, a scored one's, or a prompt alone. Change it to read other columns.
 
     Raises utils.CannotTrain if the row is to be left out, and another exception if it is malformed.
@@ -214,7 +214,7 @@ def encode_row(args, tokenizer, eos_ids, row: dict) -> tuple:
     return group
 
 
-def read_pair(row: dict) -> tuple:
+def read_pair(row):
     """Prompt, and [chosen, rejected], or [] where the row has neither.
 
     Each is a text or a list of messages, and the last message of chosen and rejected is the completion. What
@@ -243,7 +243,7 @@ def read_pair(row: dict) -> tuple:
     return prompt, [chosen, rejected]
 
 
-def encode_group(args, tokenizer, eos_ids, prompt, completions: list, rewards: list) -> tuple:
+def encode_group(args, tokenizer, eos_ids, prompt, completions, rewards):
     """The examples of a prompt, one for each completion, or one without."""
     prompt_ids, _ = utils.encode(tokenizer, eos_ids, prompt)
     if not 0 < len(prompt_ids) <= min(args.max_prompt_length, args.max_length - 1):
@@ -287,7 +287,7 @@ def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
     return groups
 
 
-def draw_batch(groups: list, number: int, size: int, seed: int) -> list:
+def draw_batch(groups, number: int, size: int, seed: int):
     """Batch `number` (step or round) of endless, newly shuffled epochs. What fills no batch is skipped."""
     batches_per_epoch = len(groups) // size
     epoch, batch = divmod(number, batches_per_epoch)
@@ -326,7 +326,7 @@ def setup(args):
     return rank, world, device
 
 
-def decoder_blocks(model) -> list:
+def decoder_blocks(model):
     """The modules that transformers names as not to be split; `fully_shard` puts FSDP before the name."""
     names = model._no_split_modules or ()
     return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
@@ -362,7 +362,7 @@ def shard_model(args, model, device):
     return model
 
 
-def load_models(args, reference_dtype: torch.dtype, device) -> tuple:
+def load_models(args, reference_dtype: torch.dtype, device):
     """Policy, stored in fp32, and reference, stored in `reference_dtype`; both compute in --dtype."""
     options = dict(trust_remote_code=args.trust_remote_code)
     config = AutoConfig.from_pretrained(args.model, **options)
@@ -416,7 +416,7 @@ def make_sampler(args, tokenizer, eos_ids, dtype, device):
 
 
 # === Rounds and evaluation ===
-def best_and_worst(samples: list[utils.Example], threshold: float) -> tuple:
+def best_and_worst(samples: list[utils.Example], threshold: float):
     """Algorithm 1: the completions with the most and the least reward; () if they differ by less than τ."""
     best = max(samples, key=lambda x: x.reward)
     worst = min(samples, key=lambda x: x.reward)
@@ -426,14 +426,14 @@ def best_and_worst(samples: list[utils.Example], threshold: float) -> tuple:
     return best, worst
 
 
-def make_group(args, samples: list[utils.Example]) -> tuple:
+def make_group(args, samples: list[utils.Example]):
     """One prompt's completions, best first: all, or for G = 2 Algorithm 1's best and worst ones, or ()."""
     if args.group_size == 2:
         return best_and_worst(samples, args.reward_threshold)
     return tuple(sorted(samples, key=lambda x: x.reward, reverse=True))
 
 
-def sample_round(args, sampler, policy, groups: list[tuple], number: int) -> tuple:
+def sample_round(args, sampler, policy, groups: list[tuple], number: int):
     """Algorithm 1: round `number`, from 1, of the policy's samples for the next prompts.
 
     Returns:
@@ -494,7 +494,7 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
 
 
 # === Training ===
-def clipping_metrics(args, log_ratio) -> dict:
+def clipping_metrics(args, log_ratio):
     """For each token: whether it is beyond a bound, and |log-ratio|, (B, T)."""
     return {
         "humanline/clipped_low": (log_ratio < args.log_epsilon_P).double(),
@@ -503,7 +503,7 @@ def clipping_metrics(args, log_ratio) -> dict:
     }
 
 
-def grpo_metrics(losses, ratio, k3, removed) -> dict:
+def grpo_metrics(losses, ratio, k3, removed):
     """For each token, (B, T)."""
     return {
         "loss": losses,

@@ -198,7 +198,7 @@ def load_rows(name: str, split: str):
         yield from enumerate(datasets.load_dataset(name, split=split), 1)
 
 
-def encode_row(args, tokenizer, eos_ids, row: dict) -> tuple:
+def encode_row(args, tokenizer, eos_ids, row):
     """A problem and its gold answer, as a group of one. Change it to read other columns.
 
     Raises utils.CannotTrain if the row is to be left out, and another exception if it is malformed.
@@ -214,7 +214,7 @@ def encode_row(args, tokenizer, eos_ids, row: dict) -> tuple:
     return (utils.Example(prompt, prompt_ids, answer=gold_answer(row)),)
 
 
-def gold_answer(row: dict) -> str:
+def gold_answer(row) -> str:
     """The `answer` of a row, text or a number, or its `solution` with a box, or "". Raises ValueError."""
     answer, solution = row.get("answer"), row.get("solution")
     if answer is None and isinstance(solution, str):
@@ -250,7 +250,7 @@ def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
     return groups
 
 
-def draw_batch(groups: list, number: int, size: int, seed: int) -> list:
+def draw_batch(groups, number: int, size: int, seed: int):
     """Batch `number` (step or round) of endless, newly shuffled epochs. What fills no batch is skipped."""
     batches_per_epoch = len(groups) // size
     epoch, batch = divmod(number, batches_per_epoch)
@@ -289,7 +289,7 @@ def setup(args):
     return rank, world, device
 
 
-def decoder_blocks(model) -> list:
+def decoder_blocks(model):
     """The modules that transformers names as not to be split; `fully_shard` puts FSDP before the name."""
     names = model._no_split_modules or ()
     return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
@@ -325,7 +325,7 @@ def shard_model(args, model, device):
     return model
 
 
-def load_models(args, reference_dtype: torch.dtype, device) -> tuple:
+def load_models(args, reference_dtype: torch.dtype, device):
     """Policy, stored in fp32, and reference, stored in `reference_dtype`; both compute in --dtype."""
     options = dict(trust_remote_code=args.trust_remote_code)
     config = AutoConfig.from_pretrained(args.model, **options)
@@ -454,7 +454,7 @@ def judge(gold: str, text: str) -> bool | None:
     return all(verify(gold, x, allow_set_relation_comp=True, timeout_seconds=None) for x in sides or [answer])
 
 
-def judge_all(grader, jobs: list[tuple]) -> list:
+def judge_all(grader, jobs: list[tuple]):
     """`judge` of every (gold, text), shared out over the ranks; None where it was stopped."""
     from pebble import ProcessExpired
 
@@ -474,7 +474,7 @@ def judge_all(grader, jobs: list[tuple]) -> list:
     return [by_job[job] for job in jobs]
 
 
-def keep_gradable(grader, name: str, groups: list) -> list:
+def keep_gradable(grader, name: str, groups):
     """The groups whose gold answer has a value within the limits. Ends the run if there is none."""
     golds = [group[0].answer for group in groups]
     verdicts = judge_all(grader, [(gold, "\\pi") for gold in golds])  # with itself it might not be computed
@@ -501,7 +501,7 @@ def tag_count_reward(text: str) -> float:
     return sum(text.count(tag) == 1 for tag in tags) / 4
 
 
-def score(grader, groups: list) -> tuple:
+def score(grader, groups):
     """The groups with their weighted rewards; all rewards by name, (N,); how many could not be graded."""
     samples = [sample for group in groups for sample in group]
     verdicts = judge_all(grader, [(sample.answer, sample.text) for sample in samples])
@@ -519,7 +519,7 @@ def score(grader, groups: list) -> tuple:
 
 
 # === Rounds and evaluation ===
-def sample_problems(args, sampler, grader, policy, problems: list[tuple], progress: run.Progress) -> dict:
+def sample_problems(args, sampler, grader, policy, problems: list[tuple], progress: run.Progress):
     """Fills the pool with the policy's graded samples for the next S steps' problems. Returns metrics."""
     drawn = []
     for step in range(progress.step, min(progress.step + args.sample_every, args.num_steps)):
@@ -561,7 +561,7 @@ def evaluate(args, policy, sampler, grader, held_out: list[tuple]) -> Evaluation
 
 
 # === Training ===
-def clipping_metrics(args, log_ratio) -> dict:
+def clipping_metrics(args, log_ratio):
     """For each token: whether it is beyond a bound, and |log-ratio|, (B, T)."""
     return {
         "humanline/clipped_low": (log_ratio < args.log_epsilon_P).double(),
@@ -570,7 +570,7 @@ def clipping_metrics(args, log_ratio) -> dict:
     }
 
 
-def grpo_metrics(losses, ratio, k3, removed) -> dict:
+def grpo_metrics(losses, ratio, k3, removed):
     """For each token, (B, T)."""
     return {
         "loss": losses,

@@ -40,7 +40,7 @@ def say(*words):
 
 
 # === Flags ===
-def parse_args(Args, file: str, doc: str, toy: dict, toy_online: dict, flags=None):
+def parse_args(Args, file: str, doc: str, toy, toy_online, flags=None):
     """Flags over the settings of --resume's run, of the toy where no --model is named, or of the paper.
 
     Args is a script's dataclass, file and doc are its `__file__` and `__doc__`; flags: sys.argv's by default.
@@ -194,8 +194,7 @@ def open_folder(args, file: str) -> Path:
         with exit_on_error(f"{folder} (does another process use it?)"):
             lock.acquire()
         atexit.register(lock.release)
-        for unfinished in folder.glob("checkpoints/unfinished-*"):  # of a run that was killed
-            shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(folder / "checkpoints/unfinished", ignore_errors=True)  # of a run that was killed
         mark.touch()
     dist.barrier()
     # A checkpoint has files of every rank. Without a disk that all machines see it would be in pieces.
@@ -242,10 +241,9 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def training_state(policy, reference, optimizer) -> dict:
-    weights, moments = dcp_state.get_state_dict(policy, optimizer)
-    reference_weights = dcp_state.get_model_state_dict(reference)
-    return {"policy": weights, "optimizer": moments, "reference": reference_weights}
+def training_state(policy, reference, optimizer):
+    moments = dcp_state.get_optimizer_state_dict(policy, optimizer)
+    return {"policy": policy.state_dict(), "optimizer": moments, "reference": reference.state_dict()}
 
 
 def checkpoint_is_due(args, step: int) -> bool:
@@ -259,7 +257,7 @@ def save_checkpoint(args, output_dir: Path, policy, reference, optimizer, progre
     """Writes all that a run needs to go on exactly, then removes all but the newest --keep-checkpoints."""
     folder = output_dir / "checkpoints" / f"step-{progress.step}"
     # The folder gets its name when it is whole, so that a run which is killed here leaves no half checkpoint.
-    unfinished = folder.with_name(f"unfinished-{folder.name}")
+    unfinished = folder.with_name("unfinished")
     dcp.save(training_state(policy, reference, optimizer), checkpoint_id=unfinished)
     if is_main():
         (unfinished / "state.json").write_text(json.dumps(vars(progress)))
@@ -281,18 +279,13 @@ def load_checkpoint(folder: Path, policy, reference, optimizer, data_hash: str) 
         raise ValueError("--dataset, or its tokens, changed; bring it back")
     state = training_state(policy, reference, optimizer)
     saved_names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    names = {f"{model}.{name}" for model in ("policy", "reference") for name in state[model]}
-    if names != {name for name in saved_names if not name.startswith("optimizer.")}:
+    names = {f"policy.{name}" for name in state["policy"]}
+    if names != {name for name in saved_names if name.startswith("policy.")}:
         raise ValueError("it has other weights than --model")
     # A weight that never had a gradient has no moments there: they stay 0.
-    dcp.load(state, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
-    dcp_state.set_state_dict(
-        policy,
-        optimizer,
-        model_state_dict=state["policy"],
-        optim_state_dict=state["optimizer"],
-    )
-    dcp_state.set_model_state_dict(reference, state["reference"])
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(state, checkpoint_id=folder, planner=planner)  # in place; the optimizer's are copies
+    dcp_state.set_optimizer_state_dict(policy, optimizer, state["optimizer"])
     for i, group in enumerate(progress.pool):
         progress.pool[i] = tuple(utils.Example(*values) for values in group)
     say(f"{progress.step} steps are done: goes on from {folder}")
@@ -323,8 +316,7 @@ def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
 
 def stop(signal_number: int, steps: int, folder: Path):
     """Ends a run that has received a signal and written a checkpoint."""
-    say(f"\nstopped after {steps} steps; to go on: --resume {folder}")
-    say("(torchrun now ends with a traceback, which is no fault)")
+    say(f"\nstopped after {steps} steps; to go on: --resume {folder}\n(torchrun's traceback is no fault)")
     # At once, since engines and graders may have threads that others wait for.
     os._exit(128 + signal_number)
 
@@ -343,7 +335,7 @@ class Means:
     def __init__(self):
         self.sums = {}  # {name: (Σ value·weight, Σ weight)}
 
-    def add(self, values: dict, weights):
+    def add(self, values, weights):
         """Values of a pass by name, and their weights, of one shape."""
         for name, value in values.items():
             total = (value.detach() * weights).sum()
@@ -368,10 +360,9 @@ def perf_metrics(started: float, tokens: int) -> dict[str, float]:
     else:
         unit = 2**30 if sys.platform == "darwin" else 2**20  # of bytes or KiB
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-    peak = max_over_ranks(peak)
     seconds = time.perf_counter() - started
     return {
-        "perf/peak_memory": peak,
+        "perf/peak_memory": max_over_ranks(peak),
         "perf/step_time": seconds,
         "perf/tokens_per_second": tokens / seconds,
     }
@@ -409,14 +400,14 @@ class Log:
         if start == 0:
             self.write_points(means_of(before))
 
-    def write(self, metrics: dict):
+    def write(self, metrics):
         """metrics: {name: number} of a step, `step` among them."""
         if is_main():
             self.file.write(json.dumps(metrics) + "\n")
             self.write_points(metrics)
             self.steps = metrics["step"] + 1
 
-    def write_points(self, values: dict):
+    def write_points(self, values):
         """Into TensorBoard."""
         for name, value in values.items():
             self.writer.add_scalar(name, value, self.steps)

@@ -95,7 +95,7 @@ def load_tokenizer(
 NOT_READ = ("input", "system", "system_prompt", "history", "context", "documents", "images", "tools")
 
 
-def check_columns(row: dict):
+def check_columns(row):
     """Raises ValueError if a row has text where no script looks for it."""
     for column in NOT_READ:
         if row.get(column):
@@ -205,7 +205,7 @@ def decode_completion(tokenizer, prompt: Example, ids: list[int]) -> str:
 
 
 # === Token log-probs ===
-def pad_rows(rows: list, device, value=0, side: str = "right"):
+def pad_rows(rows, device, value=0, side: str = "right"):
     """(B, T): rows of numbers, padded with `value`."""
     tensors = [torch.tensor(row) for row in rows]
     return pad_sequence(tensors, True, value, side).to(device)
@@ -248,17 +248,16 @@ class HeadLogps(torch.autograd.Function):
     """log softmax(z)[target], (N,), of the logits z = head(hidden) / temperature, (N, V), in fp32 or wider.
 
     z would be the largest tensor of a pass by far. Here it never is one: it comes in blocks of block_size
-    columns, which the backward pass computes again, unless they are to be kept. With L = log Σ_v exp z_v,
+    columns, which the backward pass computes again. With L = log Σ_v exp z_v,
 
         log softmax(z)[target] = z[target] - L
         its gradient in z      = onehot(target) - exp(z - L)
     """
 
     @staticmethod
-    def forward(ctx, hidden, targets, weight, bias, block_size, softcap, temperature, keep):
+    def forward(ctx, hidden, targets, weight, bias, block_size, softcap, temperature):
         # hidden (N, D), targets (N,), weight (V, D), bias (V,) or None
         ctx.settings = (block_size, softcap, temperature)
-        ctx.kept = []  # blocks
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         N = len(hidden)
         L = hidden.new_full((N, 1), -math.inf, dtype=dtype)  # of the blocks so far
@@ -269,8 +268,6 @@ class HeadLogps(torch.autograd.Function):
             L = torch.logaddexp(L, L_block)
             columns, inside = locate(targets, start, z.shape[1])
             z_target = torch.where(inside, z.gather(1, columns), z_target)
-            if keep:
-                ctx.kept.append(z)
             del z  # or two blocks would be in memory at once
         ctx.save_for_backward(hidden, targets, weight, bias, L)
         return (z_target - L).sum(-1)  # not [:, 0], a view: FSDP2 warns of those
@@ -286,10 +283,7 @@ class HeadLogps(torch.autograd.Function):
         d_bias = None if bias is None else torch.empty_like(bias)
         for start in range(0, len(weight), block_size):
             tokens = slice(start, start + block_size)
-            if ctx.kept:
-                z = ctx.kept.pop(0)
-            else:
-                z = head_logits(hidden, weight, bias, start, *ctx.settings)
+            z = head_logits(hidden, weight, bias, start, *ctx.settings)
             if softcap:
                 slope = 1 - (z * (temperature / softcap)) ** 2  # of tanh
             columns, inside = locate(targets, start, z.shape[1])
@@ -304,7 +298,7 @@ class HeadLogps(torch.autograd.Function):
             d_hidden += matmul_fp32(d_z, weight[tokens])
             d_weight[tokens] = matmul_fp32(d_z.T, hidden)
             del z, d_z
-        return d_hidden.to(hidden.dtype), None, d_weight, d_bias, None, None, None, None
+        return d_hidden.to(hidden.dtype), None, d_weight, d_bias, None, None, None
 
 
 @torch.compiler.disable  # lengths are other ones in every pass
@@ -422,7 +416,7 @@ def choose_attention(model, longest: int) -> str:
     raise ValueError(f"a log-prob depends on later tokens, on noise, or on a factor of the logits{reasons}")
 
 
-def pack(input_ids, selected) -> tuple:
+def pack(input_ids, selected):
     """The sequences one behind the other, without padding: a model's inputs, (1, ΣT).
 
     Also returns which tokens these are, (B, T): what stands before the last selected one of a sequence, which
@@ -448,7 +442,6 @@ def token_logps(
     mask,
     temperature: float = 1.0,
     max_logits: int = 2**23,
-    max_kept: int = 2**28,
 ):
     """log π(y_t | x, y_<t) of every completion token, (B, T) in fp32 or wider, 0 where mask is 0.
 
@@ -460,7 +453,6 @@ def token_logps(
         input_ids: (B, T), padded on the right.
         mask: (B, T), 1 at the tokens to score; a sequence's first token has no prediction.
         max_logits: computed at once.
-        max_kept: logits of a pass that may be kept for the backward pass, 1 GiB in fp32; else none are.
     """
     selected = mask.bool()
     if selected[:, 0].any():
@@ -478,9 +470,8 @@ def token_logps(
         predicting = predicting[read][None]
 
     def head_logps(hidden):  # (B, T, D) -> (N,)
-        keep = torch.is_grad_enabled() and len(targets) * len(head.weight) <= max_kept
         tensors = (hidden[predicting], targets, head.weight, head.bias)
-        return HeadLogps.apply(*tensors, block_size, softcap, temperature, keep)
+        return HeadLogps.apply(*tensors, block_size, softcap, temperature)
 
     head.forward = head_logps
     if softcap:
@@ -525,7 +516,7 @@ def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int = 16384):
 
 
 @torch.no_grad()
-def completion_logps(model, examples: list[Example]) -> tuple:
+def completion_logps(model, examples: list[Example]):
     """`token_logps` of all examples, by all ranks together, and the mask, (B, T) float64 each, on the CPU."""
     world = dist.get_world_size()
     input_ids, mask = pad_batch(examples, model.device)
@@ -630,20 +621,19 @@ class TransformersEngine:
             dtype=sampler.dtype,
             trust_remote_code=sampler.trust_remote_code,
         )
-        self.model.to(sampler.device).eval()
-        self.model.generation_config = GenerationConfig()  # none of the model's own settings
+        self.model.to(sampler.device)
         self.batch_size = sampler.batch_size
         self.max_new_tokens = sampler.max_new_tokens
         self.max_length = sampler.max_length
-        self.options = {
-            "do_sample": True,
-            "temperature": sampler.temperature or 1e-6,  # 0: greedy
-            "top_p": sampler.top_p,
-            "top_k": 0,
-            "remove_invalid_values": True,  # NaN is for check_engine to report
-            "eos_token_id": list(sampler.eos_ids),
-            "pad_token_id": 0,
-        }
+        self.model.generation_config = GenerationConfig(  # none of the model's own settings
+            do_sample=True,
+            temperature=sampler.temperature or 1e-6,  # 0: greedy
+            top_p=sampler.top_p,
+            top_k=0,
+            remove_invalid_values=True,  # NaN is for check_engine to report
+            eos_token_id=list(sampler.eos_ids),
+            pad_token_id=0,
+        )
 
     def update(self, weights):
         for target, (_, weight) in zip(self.model.parameters(), weights, strict=True):
@@ -662,7 +652,6 @@ class TransformersEngine:
                 input_ids,
                 attention_mask=attention_mask,
                 max_length=min(width + self.max_new_tokens, self.max_length),
-                **self.options,
             )
             completions = ids[:, width:].tolist()
             outputs.append([(completion, []) for completion in completions])
@@ -848,7 +837,7 @@ class Sampler:
                 outputs.append((until_end(ids, self.eos_ids), logps))
         return outputs
 
-    def check_engine(self, policy, samples: list[Example], reported: list) -> float:
+    def check_engine(self, policy, samples: list[Example], reported) -> float:
         """Mean |log-prob of the engine - the policy's| over the samples' tokens, in nats."""
         input_ids, mask = pad_batch(samples, policy.device)
         logps = token_logps(policy, input_ids, mask)[mask.bool()]
@@ -877,7 +866,7 @@ def load_reward_model(name: str, dtype, trust_remote_code: bool = False):
         trust_remote_code=trust_remote_code,
         mistral_format=False,
     )
-    return model.eval(), tokenizer
+    return model, tokenizer
 
 
 def reward_input(tokenizer, sample: Example) -> str:
@@ -929,7 +918,7 @@ def reward_scores(model, tokenizer, samples: list[Example]):
 
 
 # === Statistics ===
-def sample_statistics(samples: list[Example]) -> dict:
+def sample_statistics(samples: list[Example]):
     """Length in tokens, whether finished, and reward if there is one, (N,) float64 each."""
     statistics = {
         "length": [len(sample.completion_ids) for sample in samples],

@@ -45,7 +45,7 @@ def test_a_model_with_weights_that_get_no_gradient_resumes_bit_for_bit(tmp_path)
     shutil.copytree(tmp_path / "run", tmp_path / "cut")
     checkpoints = tmp_path / "cut/checkpoints"
     # As a run leaves it that is killed while it writes.
-    (checkpoints / "step-4").rename(checkpoints / "unfinished-step-3")
+    (checkpoints / "step-4").rename(checkpoints / "unfinished")
     run_ranks(2, [["--resume", str(tmp_path / "cut")]])
     assert {path.name for path in checkpoints.iterdir()} == {"step-2", "step-4"}
     assert metrics(tmp_path / "cut", True) == metrics(tmp_path / "run", True)

@@ -93,9 +93,11 @@ def test_a_run_ended_at_any_moment_goes_on_as_if_nothing_was(uninterrupted, tmp_
 
 def test_a_write_that_is_interrupted_leaves_no_checkpoint_that_loads(uninterrupted, tmp_path):
     folder = tmp_path / "run"
-    torn = folder / "checkpoints" / "unfinished-step-10"
+    torn = folder / "checkpoints" / "unfinished"
     whole = folder / "checkpoints" / "step-10"
     processes = start_ranks(2, [[*DPO, "--output-dir", str(folder)]])
+    while not (folder / "checkpoints" / "step-5").exists():
+        time.sleep(0.001)
     while not (torn / "__0_0.distcp").exists() and not whole.exists() and processes[0].is_alive():
         time.sleep(0.001)
     for process in processes:
