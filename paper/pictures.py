@@ -72,6 +72,8 @@ def figures_of(name: str, folder: Path) -> dict:
         return {name: draw_instances(rows, lines)}
     if name == "tasks":
         return {name: draw_tasks(rows, lines)}
+    if name == "stories":
+        return {name: draw_stories(rows)}
     tests = []
     if (folder / f"{name}_tests.csv").exists():
         tests = read(folder, f"{name}_tests")
@@ -285,42 +287,103 @@ def draw_instances(rows: list[dict], lines: list[dict]):
 
 
 # Okabe and Ito's colours, which colour-blind people tell apart, and a mark for each.
-TASK_MARKS = {
+ARM_MARKS = {
     "before training": ("|", "black"),
     "offline, ε 0.5": ("v", "#E69F00"),
+    "offline, ε 0.15": ("v", "#E69F00"),
     "offline": ("o", "#0072B2"),
     "offline + humanline": ("s", "#D55E00"),
+    "online": ("D", "#009E73"),
 }
 
 
 def draw_tasks(rows: list[dict], lines: list[dict]):
     """The judge's score by task, in the order of offline's, and below them the means of the tasks."""
-    scores = {}  # {arm: {panel: score}}
+    scripts = list(dict.fromkeys(row["panel"].split()[0] for row in rows))
+    size = (1 + 5 * len(scripts), 7)
+    figure, axes = plt.subplots(
+        1, len(scripts), figsize=size, layout="constrained", squeeze=False, sharex=True
+    )
     before = {line["panel"]: line["mean"] for line in select(lines, arm="untrained")}
-    for row in rows:
-        scores.setdefault("before training", {})[row["panel"]] = before[row["panel"]]
-        scores.setdefault(row["arm"], {})[row["panel"]] = row["judge"]
+    for ax, script in zip(axes[0], scripts):
+        scores = {"before training": {}}  # {arm: {panel: score}}
+        for row in rows:
+            if row["panel"].startswith(f"{script} "):
+                scores["before training"][row["panel"]] = before[row["panel"]]
+                scores.setdefault(row["arm"], {})[row["panel"]] = row["judge"]
+        draw_script(ax, script, scores)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=4, fontsize=8)
+    return figure
+
+
+def draw_script(ax, script: str, scores: dict[str, dict]):
     panels = sorted(scores["offline"], key=scores["offline"].get, reverse=True)
     bottom = len(panels) + 0.7
-    figure, ax = plt.subplots(figsize=(7, 2.2 + 0.22 * len(panels)), layout="constrained")
     for place, panel in enumerate(panels):
         ends = [scores[arm][panel] for arm in ("offline", "offline + humanline")]
         ax.plot(ends, [place] * 2, color="0.75", linewidth=2, zorder=1)
-    for arm, (marker, color) in TASK_MARKS.items():
-        values = np.array([scores[arm][panel] for panel in panels])
-        label = {"offline": "offline, ε 2"}.get(arm, arm)
-        ax.plot(values, range(len(panels)), marker, color=color, markersize=6, label=label)
-        half = curves.interval(values)
-        ax.errorbar(values.mean(), bottom, xerr=half, fmt=marker, color=color, capsize=3)
-        bottom += 0.5
+    for arm, (marker, color) in ARM_MARKS.items():
+        if arm in scores:
+            values = np.array([scores[arm][panel] for panel in panels])
+            ax.plot(values, range(len(panels)), marker, color=color, markersize=6, label=arm)
+            half = curves.interval(values)
+            ax.errorbar(values.mean(), bottom, xerr=half, fmt=marker, color=color, capsize=3)
+            bottom += 0.5
     ax.axhline(len(panels) - 0.3, color="0.6", linewidth=0.8)
     names = [f"task {panel.split()[1]}" for panel in panels]
     ax.set_yticks([*range(len(panels)), len(panels) + 1.3], [*names, "mean, 95%"], fontsize=7)
-    ax.set_ylim(bottom + 0.2, -0.7)
-    ax.set_xlabel(UNITS["judge"])
+    ax.set_ylim(len(panels) + 2.6, -0.7)
+    ax.set(title=script, xlabel=UNITS["judge"])
     ax.grid(axis="x", alpha=0.3)
-    figure.legend(loc="outside upper center", ncols=4, fontsize=8)
+
+
+def draw_stories(rows: list[dict]):
+    """The judge against KL: the arms' means at each checkpoint, and the ends of their runs."""
+    scripts = list(dict.fromkeys(row["panel"].split()[0] for row in rows))
+    size = (1 + 5 * len(scripts), 4.3)
+    figure, axes = plt.subplots(
+        1, len(scripts), figsize=size, layout="constrained", squeeze=False, sharey=True
+    )
+    for ax, script in zip(axes[0], scripts):
+        for arm, (marker, color) in ARM_MARKS.items():
+            runs = []
+            for row in select(rows, arm=arm):
+                if row["panel"].startswith(f"{script} "):
+                    runs.append(row)
+            whole = [row for row in runs if "failed" not in row]
+            if whole:
+                kls, scores = path_of(whole)
+                half = curves.interval(scores)
+                ends = (kls[:, -1], scores[:, -1])
+                ax.errorbar(
+                    kls.mean(0),
+                    scores.mean(0),
+                    yerr=half,
+                    fmt=f"{marker}-",
+                    color=color,
+                    label=arm,
+                    capsize=2,
+                )
+                ax.plot(*ends, marker, color=color, alpha=0.3, markersize=4)
+        ax.set(title=script, xlabel="KL from the initial policy, nats a completion")
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=8)
+    axes[0, 0].set_ylabel("judge: VADER's sentiment, mean over sentences")
+    meaning = (
+        "line: mean of the tasks before training and at each checkpoint, 95% interval; faint: end of a run"
+    )
+    figure.supxlabel(meaning, fontsize=7)
     return figure
+
+
+def path_of(rows: list[dict]) -> tuple:
+    """KL and judge at each step, (runs, steps) each."""
+    steps = sorted(int(key.removeprefix("kl@")) for key in rows[0] if key.startswith("kl@"))
+    columns = []
+    for name in ("kl", "judge"):
+        columns.append(np.array([[row[f"{name}@{step}"] for step in steps] for row in rows]))
+    return tuple(columns)
 
 
 def draw_divergence(rows: list[dict]):

@@ -9,7 +9,7 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT))
 from paper import curves, figure2, pictures  # noqa: E402
 
-OTHERS = ("figure8", "time", "instances", "tasks")  # with a test of their own
+OTHERS = ("figure8", "time", "instances", "tasks", "stories")  # with a test of their own
 NAMES = sorted(path.stem.removesuffix("_arms") for path in pictures.RESULTS.glob("*_arms.csv"))
 
 
@@ -84,20 +84,38 @@ def test_tasks_have_a_mark_for_every_run_in_the_order_of_offlines_scores(figures
     before = pictures.select(pictures.read(pictures.RESULTS, "tasks_arms"), arm="untrained")
     drawn = 0
     for axes in figures("tasks")["tasks"].axes:
+        script = axes.get_title()
         names = [label.get_text() for label in axes.get_yticklabels()][:-1]
         for line in axes.get_lines():
-            label = line.get_label().replace(", ε 2", "")
+            label = line.get_label()
             if label.startswith("_"):
                 continue
             scores = {row["panel"]: row["judge"] for row in rows if row["arm"] == label}
             if label == "before training":
                 scores = {row["panel"]: row["mean"] for row in before}
-            expected = [scores[name.replace("task", "GRPO")] for name in names]
+            expected = [scores[name.replace("task", script)] for name in names]
             assert line.get_xdata().tolist() == expected
             if label == "offline":
                 assert expected == sorted(expected, reverse=True)
             drawn += len(expected) * (label != "before training")
     assert drawn == len(rows)
+
+
+def test_stories_are_paths_of_means_and_a_mark_for_the_end_of_every_run(figures):
+    rows = pictures.select(pictures.read(pictures.RESULTS, "stories"), phase="reported")
+    drawn = 0
+    for axes in figures("stories")["stories"].axes:
+        script = axes.get_title()
+        for container in axes.containers:
+            runs = [row for row in rows if row["panel"].startswith(f"{script} ")]
+            runs = pictures.select(runs, arm=container.get_label(), failed=None)
+            path = container.lines[0]
+            for axis, name in ((path.get_xdata(), "kl"), (path.get_ydata(), "judge")):
+                means = [np.mean([row[f"{name}@{step}"] for row in runs]) for step in (0, 30, 60, 90, 120)]
+                assert axis.tolist() == pytest.approx(means)
+            (ends,) = [line for line in axes.get_lines() if len(line.get_xdata()) == len(runs)]
+            drawn += len(runs)
+    assert drawn == len(rows) - len([row for row in rows if "failed" in row])
 
 
 def test_time_has_a_line_for_every_run_that_ends_at_its_seconds(figures):

@@ -1,14 +1,16 @@
 """toy/stories.py: the judge, what it draws, and the files of toy/stories."""
 
+import json
 import random
 
 import pytest
 import torch
-from conftest import ROOT, read_rows
+from conftest import ROOT, read_rows, run_ranks
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import grpo_humanline
 import utils
+from paper import frontier
 from toy import stories
 
 FOLDER = ROOT / "toy" / "stories"
@@ -87,6 +89,63 @@ def test_labels_agree_with_the_judge_as_often_as_the_scale_says():
     pairs = stories.label(random.Random(0), answers, tau=1.0486)  # the gap: sigmoid(1) are chosen
     chosen = sum(pair["chosen"] == " She was happy." for pair in pairs) / 2000
     assert chosen == pytest.approx(torch.sigmoid(torch.tensor(1.0)).item(), abs=0.03)
+
+
+# --- judge against KL ---
+
+RUN = f"--model {FOLDER}/policy --dataset {FOLDER}/preferences_test.jsonl.gz --engine hf --dtype float32"
+RUN += " --max-prompt-length 32 --max-length 96 --max-new-tokens 48 --batch-size 16 --lr 1e-3"
+RUN += " --warmup-fraction 0"
+
+
+def test_a_checkpoints_point_is_that_of_a_run_that_ends_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(frontier, "DRAWS", 1)
+    starts = []
+    for steps in (1, 2):
+        flags = f"{RUN} --num-steps {steps} --checkpoint-every 1 --output-dir {tmp_path}/{steps}"
+        starts.append(flags.split())
+    run_ranks(1, starts, script="grpo_humanline")
+    one, two = ({}, {})
+    for steps, points in ((1, one), (2, two)):
+        frontier.main(tmp_path / str(steps))
+        points.update(json.loads((tmp_path / str(steps) / "frontier.json").read_text()))
+    assert list(two) == ["0", "1", "2"] and list(one) == ["0", "1"]
+    assert two["1"] == one["1"] and two["0"] == one["0"]
+    assert abs(two["0"]["kl"]) < 1e-4 and 0.1 < two["1"]["kl"] < two["2"]["kl"]
+
+
+def test_a_point_is_what_plain_transformers_finds_in_the_samples(policy, monkeypatch):
+    """Judge, share finished and fluency of the first samples, KL of the second."""
+    initial, tokenizer = policy
+    model, _ = stories.load_base()
+    drawn = []
+    sample = stories.sample
+    monkeypatch.setattr(
+        stories, "sample", lambda *args, **how: drawn.append((how, sample(*args, **how))) or drawn[-1][1]
+    )
+    point = frontier.measure(
+        model, initial, tokenizer, [row["prompt"] for row in rows_of("prompts_test")[:4]]
+    )
+    (how, rows), (plain, others) = drawn
+    assert (how, plain) == ({"temperature": 0.7, "top_p": 0.95}, {}) and len(rows) == len(others) == 8
+    assert point["judge"] == pytest.approx(sum(stories.judge_story(*row) for row in rows) / 8)
+    assert point["finished"] == sum(row[2] for row in rows) / 8
+
+    def sums(model, rows) -> list[tuple]:
+        """Log-prob of each completion, and its tokens."""
+        found = []
+        for prompt, completion, finished in rows:
+            ids = tokenizer(prompt + completion).input_ids + [2] * finished
+            first = len(tokenizer(prompt).input_ids)
+            with torch.no_grad():
+                logps = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            found.append((sum(logps[i - 1, ids[i]].item() for i in range(first, len(ids))), len(ids) - first))
+        return found
+
+    totals = sums(initial, rows)
+    assert point["fluency"] == pytest.approx(sum(a for a, _ in totals) / sum(n for _, n in totals), abs=1e-4)
+    gaps = [own - other for (own, _), (other, _) in zip(sums(model, others), sums(initial, others))]
+    assert point["kl"] == pytest.approx(sum(gaps) / 8, abs=1e-3)
 
 
 # --- the files ---

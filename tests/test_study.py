@@ -111,7 +111,7 @@ def test_grids_grow_until_the_best_rate_is_inside_and_a_collapse_counts_as_untra
     assert {row["seed"] for row in rows} == {1, 2, 3}
     both = [arm._replace(panel=panel) for panel in "AB" for arm in (low, second)]
     assert miniature.tune(plan._replace(arms=both), {}, "commit")[0] == found
-    last = low._replace(then=("--k 2", "--k 3"))  # at 3e-5 alone, and in vain: 3 is no better than without
+    last = low._replace(then=("--k 2", "--k 3"))  # tried at 3e-5 alone
     found, rows = miniature.tune(plan._replace(arms=[last]), {}, "commit")
     assert found == {("grpo", "low"): (3e-5, " --k 2")}
     assert len(rows) == 3 * 7
@@ -198,18 +198,21 @@ def test_clipping_is_paired_by_seed_and_averaged_over_rates():
     assert (line["low"], line["high"], line["p"]) == pytest.approx((low, high, test.pvalue))
 
 
-def of_twelve_tasks() -> tuple[list[dict], np.ndarray]:
-    """Rows of the three arms, and their scores (arms, tasks)."""
+def of_twelve_tasks(last: str = study.PAPERS_EPSILON) -> tuple[list[dict], np.ndarray]:
+    """Rows of three arms, and their scores (arms, tasks)."""
     scores = np.random.default_rng(2).normal((0.2, 0.4, -0.1), (0.3, 0.1, 0.6), (12, 3)).T
     rows = []
-    for i, numbers in enumerate(scores.T, 11):
-        for arm, number in zip(("offline", "offline + humanline", study.PAPERS_EPSILON), numbers):
-            rows.append({"panel": f"GRPO {i}", "arm": arm, "judge": number})
+    for arm, of_arm in zip(("offline", "offline + humanline", last), scores):
+        rows += [{"panel": f"GRPO {i}", "arm": arm, "judge": score} for i, score in enumerate(of_arm, 11)]
     return rows, scores
 
 
 def test_tasks_are_paired_by_task_and_an_arms_worst_quarter_is_its_own():
     rows, (offline, humanline, papers) = of_twelve_tasks()
+    of_kto = [row | {"panel": row["panel"].replace("GRPO", "KTO")} for row in rows]
+    more = study.tasks_test(rows + of_kto)
+    assert [line["panel"] for line in more] == ["GRPO"] * 2 + ["KTO"] * 2 + ["GRPO"] * 2
+    assert max(line["p_holm"] / line["p"] for line in more[:4]) == 4
     lines = study.tasks_test(rows)
     keys = [(line["panel"], line["first"], line["second"], line["metric"]) for line in lines]
     assert keys == [
@@ -248,6 +251,32 @@ def test_the_bootstrap_of_the_worst_quarter_is_that_of_scipy():
     assert line["p"] == pytest.approx(2 * min(below, 1 - below), abs=0.005)
     same = study.worst_quarters("GRPO", "first", "second", (offline, offline))
     assert (same["difference"], same["p"]) == (0, 1)
+
+
+def test_stories_are_paired_by_task_and_compared_at_equal_kl():
+    rows, (offline, humanline, online) = of_twelve_tasks("online")
+    for row in rows:  # a path of three points: of the online runs the odd ones end at 10 nats
+        far = 10 if row["arm"] == "online" and int(row["panel"].split()[1]) % 2 else 20
+        row |= {"kl@0": 0, "judge@0": 0.0, "kl@30": far / 2, "judge@30": row["judge"] / 4}
+        row |= {"kl@60": far, "judge@60": row["judge"]}
+    lines = study.stories_test(rows)
+    for line, first, second in zip(lines, (humanline, online), (offline, humanline)):
+        test = stats.ttest_rel(first, second)
+        assert line["difference"] == pytest.approx((first - second).mean())
+        assert (line["low"], line["high"]) == pytest.approx(tuple(test.confidence_interval()))
+        sides = [stats.ttest_1samp(first - second, end, alternative=side).pvalue for end, side in SIDES]
+        assert line["p_equivalent"] == pytest.approx(max(sides))
+    _, corrected, *_ = multipletests([line["p"] for line in lines[:2]], method="holm")
+    assert [line["p_holm"] for line in lines[:2]] == pytest.approx(corrected)
+    both, _, far, online_far = lines[2:]
+    assert (both["metric"], far["metric"], far["instances"]) == ("judge at 5 nats", "judge at 15 nats", 12)
+    assert both["difference"] == pytest.approx((humanline - offline).mean() / 8)  # half way to a quarter
+    assert far["difference"] == pytest.approx((humanline - offline).mean() * 5 / 8)
+    assert online_far["instances"] == 6
+    assert np.isnan(study.judge_at({"judge": 0.1}, 5.0))  # of a run that collapsed
+
+
+SIDES = ((-0.05, "greater"), (0.05, "less"))
 
 
 def test_main_effects_are_differences_of_means_in_a_balanced_design():
@@ -290,9 +319,10 @@ def test_committed_runs_are_those_of_the_plan_at_the_best_rates_of_their_grids(n
             arm = planned[row["panel"], row["arm"]]
             seed = int(row["seed"])
             assert seed in seeds
+            options = [*arm.options, *(f"{option} {more}" for option in arm.options for more in arm.then)]
             (option,) = [
                 option
-                for option in arm.options
+                for option in options
                 if as_planned(row["command"]) == trials.command(arm, row["lr"], seed, f"{option} {data}")
             ]
             choices = by_choice.setdefault((arm.script, arm.name), {})
@@ -303,7 +333,10 @@ def test_committed_runs_are_those_of_the_plan_at_the_best_rates_of_their_grids(n
                 reported.append((arm.panel, arm.name, seed))
                 best = max(choices, key=lambda choice: np.mean(choices[choice]), default=(arm.lrs[0], ""))
                 assert (row["lr"], option) == best
-    assert reported == [(arm.panel, arm.name, seed) for arm in plan.arms for seed in plan.seeds]
+    scripts = {script for script, _ in by_choice}
+    made = [arm for arm in plan.arms if arm.script in scripts]
+    assert len(made) == len(plan.arms) or name == "stories"  # which is made script by script
+    assert reported == [(arm.panel, arm.name, seed) for arm in made for seed in plan.seeds]
 
 
 def same(line: dict, saved: dict) -> bool:
