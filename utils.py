@@ -9,7 +9,7 @@ import math
 import os
 import random
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -81,11 +81,10 @@ def load_tokenizer(
     if tokenizer.eos_token not in tokenizer.get_vocab():
         raise ValueError(f"its tokenizer has no end of turn ({tokenizer.eos_token}): name one, --eos-token")
     # Chat models often end a turn with another token than the tokenizer's: Llama 3's <|eot_id|>.
-    try:
-        config = GenerationConfig.from_pretrained(name)
-    except OSError:  # not every model has one
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).get_text_config()
+    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).get_text_config()
     ids = config.eos_token_id or []
+    with suppress(OSError):  # not every model has one
+        ids = GenerationConfig.from_pretrained(name).eos_token_id or ids
     if isinstance(ids, int):
         ids = [ids]
     return tokenizer, {tokenizer.eos_token_id, *ids}
@@ -163,7 +162,7 @@ def encode(
         if tokenizer.decode(prompt_ids + completion_ids) != tokenizer.decode(ids):
             raise CannotTrain("a token spans prompt and completion")
     if not completion_ids or completion_ids[0] in eos_ids:
-        raise CannotTrain("the tokenizer drops its text")
+        raise CannotTrain("the tokenizer drops its text")  # only the end is left, since no row is empty
     # A text without a template gets its end here. A template has one, and what it writes behind that is not
     # the model's to say.
     return prompt_ids, until_end([*completion_ids, tokenizer.eos_token_id], eos_ids)
@@ -248,7 +247,8 @@ class HeadLogps(torch.autograd.Function):
     """log softmax(z)[target], (N,), of the logits z = head(hidden) / temperature, (N, V), in fp32 or wider.
 
     z would be the largest tensor of a pass by far. Here it never is one: it comes in blocks of block_size
-    columns, which the backward pass computes again. With L = log Σ_v exp z_v,
+    columns (with blocks of tokens d_weight would be a sum), which the backward pass computes again. With
+    L = log Σ_v exp z_v,
 
         log softmax(z)[target] = z[target] - L
         its gradient in z      = onehot(target) - exp(z - L)
@@ -276,7 +276,7 @@ class HeadLogps(torch.autograd.Function):
     def backward(ctx, d_logps):
         hidden, targets, weight, bias, L = ctx.saved_tensors
         block_size, softcap, temperature = ctx.settings
-        # d_z is the gradient in z, over the temperature; times the slope of tanh it is that in head(hidden).
+        # d_z below is the gradient in head(hidden): that in z / temperature, times the slope of tanh.
         scaled = d_logps[:, None] / temperature  # (N, 1)
         d_hidden = torch.zeros_like(hidden, dtype=L.dtype)
         d_weight = torch.empty_like(weight)
@@ -317,8 +317,8 @@ def loop_attention(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward  # it takes half a second
 
-    # Not from `token_logps`. transformers gives an attention that it does not know no mask, so padding may
-    # stand on the right alone.
+    # A person's own forward pass, not `token_logps`. transformers makes no mask for an attention that is not
+    # its own, so padding may stand on the right alone.
     if starts is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     lengths = starts.diff().tolist()
@@ -401,7 +401,7 @@ def choose_attention(model, longest: int) -> str:
     input_ids = text.expand(2, 16)
     mask = torch.ones(2, 16, device=model.device)
     mask[:, 0] = 0
-    limit = 0.3 if logits.dtype == torch.bfloat16 else 1e-4  # nats
+    limit = 0.3 if logits.dtype == torch.bfloat16 else 1e-4  # nats; bf16 is noisier here than in samples
     for implementation in implementations:
         model.set_attn_implementation(implementation)
         try:
@@ -541,8 +541,9 @@ def max_positions(config):
 def check_positions(config, longest: int, max_new_tokens: int):
     """Raises ValueError if a model cannot read `longest` tokens, of which it samples `max_new_tokens`.
 
-    Learned positions end there. Dynamic and long RoPE change for a whole pass if one sequence in it is longer
-    than the original positions. With other RoPE training may go beyond, and the sampler ends samples there.
+    Learned positions end at max_position_embeddings. Dynamic and long RoPE change for a whole pass if one
+    sequence in it is longer than the original positions. With other RoPE training may go beyond, and the
+    sampler ends samples there.
     """
     # "none" is ours, for models without RoPE.
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {"rope_type": "none"}
@@ -550,7 +551,7 @@ def check_positions(config, longest: int, max_new_tokens: int):
     kinds = str(rope)  # as text, since some models have one for each type of layer
     if "none" in kinds or "dynamic" in kinds or "longrope" in kinds:
         positions = rope.get("original_max_position_embeddings") or positions
-    else:  # a sample ends at the last position, so that what it may have must fit alone
+    else:  # a sample is cut at the last position: refused is only what could never fit
         longest = max_new_tokens
     if longest > positions:
         flags = "--max-new-tokens, --max-prompt-length, --max-length"
@@ -575,7 +576,7 @@ def load_pretrained(auto, name: str, **options):
             # A buffer alone may be missing, or left over from an older version.
             if key in weights or key.split(".")[-1] not in buffers:
                 raise ValueError(f"{kind} of {auto.__name__}: {key}")
-    model.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}  # for run.export
+    model.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}  # as read
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # the others ignore it (Gemma 2)
     return model
@@ -722,7 +723,7 @@ class VllmEngine:
             requests.append({"prompt_token_ids": list(prompts[0])})
             own = self.params.clone()
             own.seed = seed
-            # Of the first, which hold the first of all ranks'; of all it would take as long as sampling.
+            # Log-probs of an engine's first samples: the first of all are among them. All would take as long.
             own.logprobs = 0 if i < CHECKED else None
             params.append(own)
         outputs = []
