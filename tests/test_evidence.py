@@ -46,8 +46,8 @@ def rounds_to(word: str, value: float) -> bool:
 
 
 def means_of(name: str) -> tuple[list[float], list[tuple]]:
-    """The numbers of a csv's arms and tests, and (mean, half of the interval) of its arms."""
-    known = []
+    """The numbers of a csv's arms and tests and of its tuning, and (mean, half of the interval) of its arms."""
+    known = tuning_means(name)
     halves = []
     for line in pictures.read(pictures.RESULTS, f"{name}_arms"):
         if "high" in line:
@@ -57,6 +57,16 @@ def means_of(name: str) -> tuple[list[float], list[tuple]]:
         for line in pictures.read(pictures.RESULTS, f"{name}_tests"):
             known += [value for value in line.values() if isinstance(value, float)]
     return known, halves
+
+
+def tuning_means(name: str) -> list[float]:
+    """Of every choice of an arm, over the seeds and tasks of the tuning."""
+    rows = pictures.select(pictures.read(pictures.RESULTS, name), phase="tuning") if name != "time" else []
+    scores = {}
+    for row in rows:
+        choice = re.sub(r"--seed \d+|--out \S+|instances/\d+", "", row["command"])
+        scores.setdefault((row["arm"], choice), []).append(row.get("judge", np.nan))
+    return [np.mean(of_choice) for of_choice in scores.values()]
 
 
 def of_times() -> list[float]:
@@ -155,7 +165,7 @@ def differences() -> list[tuple]:
 
 
 def test_every_row_of_a_study_is_in_its_csv(differences):
-    paper = r"\d\d\.\d\d( → \d\d\.\d\d)?|(?<=ε )[\d.]+"  # LC-WR, and settings
+    paper = r"\d\d\.\d\d( → \d\d\.\d\d)?|(?<=[εβ] )[\d.]+"  # LC-WR, and settings
     checked = 0
     for part in re.split(r"^#+ ", STUDIES, flags=re.MULTILINE):
         heading = re.match(r"`(\w+)`", part)
