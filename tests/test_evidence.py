@@ -46,7 +46,7 @@ def rounds_to(word: str, value: float) -> bool:
 
 
 def means_of(name: str) -> tuple[list[float], list[tuple]]:
-    """The numbers of a csv's arms and tests and of its tuning, and (mean, half of the interval) of its arms."""
+    """The numbers of a csv's arms, tests and tuning, and (mean, half of the interval) of its arms."""
     known = tuning_means(name)
     halves = []
     for line in pictures.read(pictures.RESULTS, f"{name}_arms"):
