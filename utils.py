@@ -243,12 +243,15 @@ def locate(targets, start, size):
     return nearest, nearest == columns
 
 
+MAX_KEPT = 2**28  # logits of a pass that may stay in memory for the backward pass, 1 GiB in fp32
+
+
 class HeadLogps(torch.autograd.Function):
     """log softmax(z)[target], (N,), of the logits z = head(hidden) / temperature, (N, V), in fp32 or wider.
 
     z would be the largest tensor of a pass by far. Here it never is one: it comes in blocks of block_size
-    columns (with blocks of tokens d_weight would be a sum), which the backward pass computes again. With
-    L = log Σ_v exp z_v,
+    columns (with blocks of tokens d_weight would be a sum), which the backward pass computes again if there
+    are more than MAX_KEPT. With L = log Σ_v exp z_v,
 
         log softmax(z)[target] = z[target] - L
         its gradient in z      = onehot(target) - exp(z - L)
@@ -258,6 +261,8 @@ class HeadLogps(torch.autograd.Function):
     def forward(ctx, hidden, targets, weight, bias, block_size, softcap, temperature):
         # hidden (N, D), targets (N,), weight (V, D), bias (V,) or None
         ctx.settings = (block_size, softcap, temperature)
+        ctx.kept = []  # blocks
+        keep = ctx.needs_input_grad[0] and len(hidden) * len(weight) <= MAX_KEPT
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         N = len(hidden)
         L = hidden.new_full((N, 1), -math.inf, dtype=dtype)  # of the blocks so far
@@ -268,6 +273,8 @@ class HeadLogps(torch.autograd.Function):
             L = torch.logaddexp(L, L_block)
             columns, inside = locate(targets, start, z.shape[1])
             z_target = torch.where(inside, z.gather(1, columns), z_target)
+            if keep:
+                ctx.kept.append(z)
             del z  # or two blocks would be in memory at once
         ctx.save_for_backward(hidden, targets, weight, bias, L)
         return (z_target - L).sum(-1)  # not [:, 0], a view: FSDP2 warns of those
@@ -283,7 +290,10 @@ class HeadLogps(torch.autograd.Function):
         d_bias = None if bias is None else torch.empty_like(bias)
         for start in range(0, len(weight), block_size):
             tokens = slice(start, start + block_size)
-            z = head_logits(hidden, weight, bias, start, *ctx.settings)
+            if ctx.kept:
+                z = ctx.kept.pop(0)
+            else:
+                z = head_logits(hidden, weight, bias, start, *ctx.settings)
             if softcap:
                 slope = 1 - (z * (temperature / softcap)) ** 2  # of tanh
             columns, inside = locate(targets, start, z.shape[1])
