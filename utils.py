@@ -411,7 +411,7 @@ def choose_attention(model, longest: int) -> str:
     input_ids = text.expand(2, 16)
     mask = torch.ones(2, 16, device=model.device)
     mask[:, 0] = 0
-    limit = 0.3 if logits.dtype == torch.bfloat16 else 1e-4  # nats; bf16 is noisier here than in samples
+    limit = 0.3 if logits.dtype == torch.bfloat16 else 1e-4  # nats; two bf16 passes differ too
     for implementation in implementations:
         model.set_attn_implementation(implementation)
         try:
@@ -733,7 +733,7 @@ class VllmEngine:
             requests.append({"prompt_token_ids": list(prompts[0])})
             own = self.params.clone()
             own.seed = seed
-            # Log-probs of an engine's first samples: the first of all are among them. All would take as long.
+            # Of an engine's first samples, among which are the first of all. Of all it would double the time.
             own.logprobs = 0 if i < CHECKED else None
             params.append(own)
         outputs = []

@@ -235,7 +235,7 @@ def main(name: Positional[Name], seeds: int = 0, panels: int = 0, write: bool = 
         minutes = count / os.cpu_count()  # of a minute each, unless it is known better
         if (RESULTS / f"{name}.csv").exists():
             minutes *= np.mean([row["seconds"] for row in pictures.read(RESULTS, name)]) / 60
-    print(f"{name}: {count} runs, about {minutes:.0f} minutes, less those that runs/miniature has")
+    print(f"{name}: {count} runs, about {minutes:.0f} minutes and the data's, less what runs/miniature has")
     print(f"results: {out / name}.csv, {name}_arms.csv, {name}.png", flush=True)
     if name == "time":
         make_time(rows, out)

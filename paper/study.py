@@ -203,7 +203,9 @@ def judge_at(row: dict, kl: float) -> float:
     points. nan if it never was."""
     steps = [key.partition("@")[2] for key in row if key.startswith("kl@")]
     points = sorted((row[f"kl@{step}"], row[f"judge@{step}"]) for step in steps)
-    kls, scores = zip(*points) if points else ((0,), (np.nan,))
+    if not points:  # it collapsed
+        return np.nan
+    kls, scores = zip(*points)
     return np.interp(kl, kls, scores, right=np.nan)
 
 
@@ -359,25 +361,23 @@ CLIP_EPSILONS = ("--epsilon 0.15", "--epsilon 0.5", "--epsilon 2")
 KTO_BETAS = ("--beta 0.25", "--beta 2.5")
 
 
-def every_k(options: tuple[str, ...]) -> tuple[str, ...]:
-    """Of humanline, tuned with these."""
-    return tuple(f"{k} {option}" for k, option in product(("--k 16", "--k 32"), options))
+def combined(*groups: tuple[str, ...]) -> tuple[str, ...]:
+    """Every choice of one from each group, as flags."""
+    return tuple(" ".join(flags) for flags in product(*groups))
 
 
 OFFLINE = {"offline": "--no-humanline"}
 HUMANLINE = {"offline + humanline": ""}
-TUNED_TASK_ARMS = []
-for script, options, flags in (
-    ("grpo", CLIP_EPSILONS, FAST),
-    ("kto", KTO_BETAS, f"{FAST} --max-grad-norm 1"),
-):
-    for names, of_names in ((OFFLINE, options), (HUMANLINE, every_k(options))):
-        (arm,) = arms(script.upper(), script, TASK_LRS, names, flags)
-        TUNED_TASK_ARMS.append(arm._replace(options=of_names))
-TASK_ARMS = [
-    *TUNED_TASK_ARMS,
-    *arms("GRPO", "grpo", (3e-4,), {PAPERS_EPSILON: "--no-humanline --epsilon 0.5"}, FAST),
+TASK_KS = ("--k 16", "--k 32")
+NORM = f"{FAST} --max-grad-norm 1"  # the tales' KTO has it too
+TUNED_TASK_ARMS = [
+    *arms("GRPO", "grpo", TASK_LRS, OFFLINE, FAST, CLIP_EPSILONS),
+    *arms("GRPO", "grpo", TASK_LRS, HUMANLINE, FAST, combined(TASK_KS, CLIP_EPSILONS)),
+    *arms("KTO", "kto", TASK_LRS, OFFLINE, NORM, KTO_BETAS),
+    *arms("KTO", "kto", TASK_LRS, HUMANLINE, NORM, combined(TASK_KS, KTO_BETAS)),
 ]
+OF_PAPER = {PAPERS_EPSILON: "--no-humanline --epsilon 0.5"}
+TASK_ARMS = [*TUNED_TASK_ARMS, *arms("GRPO", "grpo", (3e-4,), OF_PAPER, FAST)]
 
 
 def of_task(arm: Arm, i: int) -> Arm:
@@ -392,26 +392,22 @@ def of_task(arm: Arm, i: int) -> Arm:
 
 # A real language model. Another sampling batch than the default's for time alone.
 STORY_LRS = (1e-4, 3e-4, 1e-3)
-EVERY_K = ("--k 1", "--k 4", "--k 16")
+STORY_KS = ("--k 1", "--k 4", "--k 16")
 CHECKPOINTS = "--checkpoint-every 30 --keep-checkpoints 0"
-STORY_OPTIONS = {  # the paper's offline ε or β, and two wider ones
+STORY_OPTIONS = {  # the paper's ε or β, and two wider ones
     "grpo": CLIP_EPSILONS,
     "kto": ("--beta 0.25", "--beta 0.8", "--beta 2.5"),
     "dpo": ("--beta 0.1", "--beta 0.3", "--beta 1"),
 }
 STORY_ARMS = []
 for script, options in STORY_OPTIONS.items():
-    flags = f"{FAST} --max-grad-norm 1"
-    three = OFFLINE | HUMANLINE | {"online": ONLINE}
-    offline, humanline, online = arms(script.upper(), script, STORY_LRS, three, flags)
-    first, *others = options
-    STORY_ARMS += [
-        offline._replace(options=options),
-        humanline._replace(options=tuple(f"{k} {first}" for k in EVERY_K), then=tuple(others)),
-        online,
-    ]
+    common = (script.upper(), script, STORY_LRS)
+    (humanline,) = arms(*common, HUMANLINE, NORM, combined(STORY_KS, options[:1]))
+    STORY_ARMS += arms(*common, OFFLINE, NORM, options)
+    STORY_ARMS += [humanline._replace(then=options[1:])]
+    STORY_ARMS += arms(*common, {"online": ONLINE}, NORM)
     if script == "grpo":
-        STORY_ARMS.append(offline._replace(name=NARROW, options=(first,)))
+        STORY_ARMS += arms(*common, {NARROW: "--no-humanline"}, NORM, options[:1])
 
 
 def of_story(arm: Arm, i: int) -> Arm:

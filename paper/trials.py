@@ -50,7 +50,7 @@ class Arm(NamedTuple):
     variant: str = ""  # of paper/variants.py
 
 
-def arms(panel: str, script: str, lrs: tuple, flags: dict[str, str], common: str = "") -> list[Arm]:
+def arms(panel, script, lrs: tuple, flags: dict[str, str], common="", options: tuple = ("",)) -> list[Arm]:
     """The arms of a panel. The first is the one that the others are tested against.
 
     flags: by arm. What stands before the first `--` is a name of paper/variants.py.
@@ -58,7 +58,8 @@ def arms(panel: str, script: str, lrs: tuple, flags: dict[str, str], common: str
     made = []
     for name, own in flags.items():
         variant, dashes, own = own.partition("--")
-        made.append(Arm(panel, name, script, f"{common} {dashes}{own}", lrs, variant=variant.strip()))
+        line = f"{common} {dashes}{own}"
+        made.append(Arm(panel, name, script, line, lrs, options, variant=variant.strip()))
     return made
 
 

@@ -247,9 +247,11 @@ def test_every_end_of_turn_of_the_model_is_known(tmp_path):
     tokenizer, eos_ids = utils.load_tokenizer(str(tmp_path / "model"), eos_token="rose")
     assert eos_ids == {1, 7, tokenizer.convert_tokens_to_ids("rose")}
     assert utils.load_tokenizer(str(TOY / "policy"))[1] == {5}
-    (tmp_path / "model" / "generation_config.json").unlink()
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"eos_token_id": [6, 7]}))
+    (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.6}')
+    assert utils.load_tokenizer(str(tmp_path / "model"))[1] == {5, 6, 7}
+    (tmp_path / "model" / "generation_config.json").unlink()
     assert utils.load_tokenizer(str(tmp_path / "model"))[1] == {5, 6, 7}
 
 

@@ -116,11 +116,8 @@ def test_stories_are_paths_of_means_and_a_mark_for_the_end_of_every_run():
     assert [container.get_label() for container in axes.containers] == ["offline", "online"]
     for container in axes.containers:
         path, *_ = container.lines
-        assert path.get_xdata().tolist() == [0, 7.5, 30] and path.get_ydata().tolist() == [
-            0.375,
-            0.525,
-            0.975,
-        ]
+        assert path.get_xdata().tolist() == [0, 7.5, 30]
+        assert path.get_ydata().tolist() == [0.375, 0.525, 0.975]
     ends = [line.get_xdata().tolist() for line in axes.get_lines() if line.get_linestyle() == "None"]
     assert ends.count([12, 24, 36, 48]) == 2
     pictures.plt.close("all")

@@ -96,7 +96,7 @@ def test_a_write_that_is_interrupted_leaves_no_checkpoint_that_loads(uninterrupt
     torn = folder / "checkpoints" / "unfinished"
     whole = folder / "checkpoints" / "step-10"
     processes = start_ranks(2, [[*DPO, "--output-dir", str(folder)]])
-    while not (folder / "checkpoints" / "step-5").exists():
+    while not (folder / "checkpoints" / "step-5").exists() and processes[0].is_alive():
         time.sleep(0.001)
     while not (torn / "__0_0.distcp").exists() and not whole.exists() and processes[0].is_alive():
         time.sleep(0.001)

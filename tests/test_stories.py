@@ -105,10 +105,11 @@ def test_a_checkpoints_point_is_that_of_a_run_that_ends_there(tmp_path, monkeypa
         flags = f"{RUN} --num-steps {steps} --checkpoint-every 1 --output-dir {tmp_path}/{steps}"
         starts.append(flags.split())
     run_ranks(1, starts, script="grpo_humanline")
-    one, two = ({}, {})
-    for steps, points in ((1, one), (2, two)):
+    points = []
+    for steps in (1, 2):
         frontier.main(tmp_path / str(steps))
-        points.update(json.loads((tmp_path / str(steps) / "frontier.json").read_text()))
+        points.append(json.loads((tmp_path / str(steps) / "frontier.json").read_text()))
+    one, two = points
     assert list(two) == ["0", "1", "2"] and list(one) == ["0", "1"]
     assert two["1"] == one["1"] and two["0"] == one["0"]
     assert abs(two["0"]["kl"]) < 1e-4 and 0.1 < two["1"]["kl"] < two["2"]["kl"]
@@ -118,14 +119,17 @@ def test_a_point_is_what_plain_transformers_finds_in_the_samples(policy, monkeyp
     """Judge, share finished and fluency of the first samples, KL of the second."""
     initial, tokenizer = policy
     model, _ = stories.load_base()
+    prompts = [row["prompt"] for row in rows_of("prompts_test")[:4]]
     drawn = []
     sample = stories.sample
-    monkeypatch.setattr(
-        stories, "sample", lambda *args, **how: drawn.append((how, sample(*args, **how))) or drawn[-1][1]
-    )
-    point = frontier.measure(
-        model, initial, tokenizer, [row["prompt"] for row in rows_of("prompts_test")[:4]]
-    )
+
+    def sample_and_note(*args, **how):
+        rows = sample(*args, **how)
+        drawn.append((how, rows))
+        return rows
+
+    monkeypatch.setattr(stories, "sample", sample_and_note)
+    point = frontier.measure(model, initial, tokenizer, prompts)
     (how, rows), (plain, others) = drawn
     assert (how, plain) == ({"temperature": 0.7, "top_p": 0.95}, {}) and len(rows) == len(others) == 8
     assert point["judge"] == pytest.approx(sum(stories.judge_story(*row) for row in rows) / 8)
