@@ -7,14 +7,14 @@
     torchrun --nproc-per-node 4 grpo_humanline.py --model ... --dataset ...
 
 Differs from the paper in (docs/grpo.md):
-    - The loss is the mean over the completion tokens of the global batch; HALOs averages microbatches' means.
+    - The loss is the mean over the completion tokens of the global batch, not a mean of means.
     - The KL penalty is against the reference of the ratio (C.1.4), not against equation 1's fixed policy.
     - Advantages are 0 where all rewards of a group are equal.
     - Groups may have more than two completions; --group-size 2 is the paper's.
     - The gradient norm is one norm over all shards and ranks, not one for each rank.
 
 B sequences, T tokens. Log-probs are in nats. A mask is 1 at completion tokens, else 0. An Example is a prompt
-with one completion, a group the G examples of one prompt, best first.
+with one completion, a group the G examples of one prompt.
 """
 
 import gzip
@@ -586,7 +586,7 @@ def main(args: Args):
         examples = [example for group in batch for example in group]
         rewards = torch.tensor([example.reward for example in examples], dtype=torch.float64, device=device)
         rewards = rewards.view(groups_per_step, args.group_size)
-        advantages = group_advantages(rewards).flatten()  # (batch_size,)
+        advantages = group_advantages(rewards).flatten()  # (B of the step,)
 
         # the gradient of the mean loss over the completion tokens of all ranks and passes
         completion_tokens = sum(len(example.completion_ids) for example in examples)

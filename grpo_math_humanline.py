@@ -13,8 +13,8 @@ Differs from the paper in (docs/grpo_math.md):
     - The gradient norm is one norm over all shards and ranks, not one for each rank.
     - Answers that cannot be graded within limits count as wrong, and such problems are dropped.
 
-B sequences, T tokens. Log-probs are in nats. A mask is 1 at completion tokens, else 0. An Example is a
-problem with one completion, a group the G examples of one problem.
+B sequences, T tokens. Log-probs are in nats. A mask is 1 at completion tokens, else 0. An Example is a prompt
+with one completion, a group the G examples of one prompt.
 """
 
 import gzip
@@ -95,7 +95,7 @@ class Args:
     shard_size: int = 0  # ranks that share a copy (HSDP), such as those of a machine; 0: all
     trust_remote_code: bool = False  # run a model's own Python code
     # sampling
-    max_new_tokens: int = 2048  # tokens (paper: 2048)
+    max_new_tokens: int = 2048  # tokens (paper: 2048); training reads those up to --max-length
     temperature: float = 0.7  # of sampling, and of the log-probs in training (paper: 0.7)
     top_p: float = 1.0  # nucleus sampling (Table 2)
     engine: Literal["auto", "vllm", "hf"] = "auto"  # auto: vLLM where installed
@@ -109,7 +109,7 @@ class Args:
     checkpoint_every: int = 100  # steps; 0: never
     keep_checkpoints: int = 2  # the newest stay; 0: all
     eval_every: int = 0  # steps; 0: only before and after training
-    eval_samples: int = 256  # held-out problems; 0: none
+    eval_samples: int = 256  # held-out prompts; 0: none
     eval_samples_per_problem: int = 4  # for pass@1
 
 
@@ -541,7 +541,7 @@ def sample_problems(args, sampler, grader, policy, problems: list[tuple], progre
 
 class Evaluation(NamedTuple):
     statistics: dict  # {name: (mean, standard error over problems)}, of them pass@1 as eval/accuracy
-    samples: list  # one for each of the first --eval-samples problems
+    samples: list  # one for each of the first --eval-samples prompts
 
 
 @run.exit_on_error("evaluation", ValueError)
