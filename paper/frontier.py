@@ -28,27 +28,37 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import run  # noqa: E402
+import utils  # noqa: E402
 from toy import stories  # noqa: E402
 
-DRAWS = 2  # samples of a prompt
+DRAWS = 2  # samples of a prompt at the first and the last step, else one
+
+
+def completion_logps(model, tokenizer, prompts: list[str], completions: list[list[int]]):
+    """Of the ids as they were sampled, since the same text may be other tokens; and the mask, (B, T) each."""
+    examples = []
+    for prompt, ids in zip(prompts, completions):
+        examples.append(utils.Example(prompt, tokenizer(prompt).input_ids, ids))
+    input_ids, mask = utils.pad_batch(examples, model.device)
+    return utils.token_logps(model, input_ids, mask), mask
 
 
 @torch.no_grad()
 def measure(model, initial, tokenizer, prompts: list[str]) -> dict[str, float]:
     """A point of the frontier, by name."""
     torch.manual_seed(0)
-    prompts = prompts * DRAWS
-    rows = stories.sample(model, tokenizer, prompts, temperature=0.7, top_p=0.95)
-    logps, mask = stories.completion_logps(initial, tokenizer, rows)
+    completions = stories.sample_ids(model, tokenizer, prompts, temperature=0.7, top_p=0.95)
+    rows = stories.as_rows(tokenizer, prompts, completions)
+    logps, mask = completion_logps(initial, tokenizer, prompts, completions)
     point = {
         "judge": fmean(stories.judge_story(*row) for row in rows),
         "finished": fmean(finished for *_, finished in rows),
         "trigrams": stories.distinct_trigrams([text for _, text, _ in rows]),
         "fluency": ((logps * mask).sum() / mask.sum()).item(),
     }
-    rows = stories.sample(model, tokenizer, prompts)
-    own, mask = stories.completion_logps(model, tokenizer, rows)
-    others, _ = stories.completion_logps(initial, tokenizer, rows)
+    completions = stories.sample_ids(model, tokenizer, prompts)
+    own, mask = completion_logps(model, tokenizer, prompts, completions)
+    others, _ = completion_logps(initial, tokenizer, prompts, completions)
     point["kl"] = ((own - others) * mask).sum(1).mean().item()
     return point
 
@@ -67,8 +77,8 @@ def main(folder: tyro.conf.Positional[Path]):
     initial = AutoModelForCausalLM.from_pretrained(policy).eval()
     model = AutoModelForCausalLM.from_pretrained(folder / "final").eval()
     points = {
-        0: measure(initial, initial, tokenizer, prompts),
-        args["num_steps"]: measure(model, initial, tokenizer, prompts),
+        0: measure(initial, initial, tokenizer, prompts * DRAWS),
+        args["num_steps"]: measure(model, initial, tokenizer, prompts * DRAWS),
     }
     for checkpoint in folder.glob("checkpoints/step-*"):
         step = int(checkpoint.name.removeprefix("step-"))

@@ -6,7 +6,7 @@ tests are its own, and a collapsed run counts as the untrained policy's score.
 """
 
 from collections.abc import Callable
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -196,17 +196,18 @@ def tasks_test(rows: list[dict]) -> list[dict]:
 
 
 AT_KL = (5.0, 15.0)  # nats of a completion
+FEWEST = 10  # instances where both arms went so far: of fewer it would be a selection by what is compared
 
 
 def judge_at(row: dict, kl: float) -> float:
-    """The judge's score of a run where it was so far from the initial policy: on the line between two of its
-    points. nan if it never was."""
-    steps = [key.partition("@")[2] for key in row if key.startswith("kl@")]
-    points = sorted((row[f"kl@{step}"], row[f"judge@{step}"]) for step in steps)
-    if not points:  # it collapsed
-        return np.nan
-    kls, scores = zip(*points)
-    return np.interp(kl, kls, scores, right=np.nan)
+    """The judge's score of a run when it was first so far from the initial policy: on the line between two of
+    its points. nan if it never was, or collapsed."""
+    steps = sorted(int(key.partition("@")[2]) for key in row if key.startswith("kl@"))
+    for step, following in pairwise(steps):
+        kls = [row[f"kl@{step}"], row[f"kl@{following}"]]
+        if kls[1] >= kl:
+            return np.interp(kl, kls, [row[f"judge@{step}"], row[f"judge@{following}"]])
+    return np.nan
 
 
 def stories_test(rows: list[dict]) -> list[dict]:
@@ -230,7 +231,7 @@ def stories_test(rows: list[dict]) -> list[dict]:
             of_arms = [[row for row in rows if (row["panel"], row["arm"]) == (panel, arm)] for arm in both]
             first, second = (np.array([judge_at(row, kl) for row in of_arm]) for of_arm in of_arms)
             differences = (first - second)[np.isfinite(first - second)]
-            if len(differences) > 1:
+            if len(differences) >= FEWEST:
                 line = paired(panel, *both, differences) | {"metric": f"judge at {kl:g} nats"}
                 lines.append(line | {"instances": len(differences)})
     return lines
@@ -393,11 +394,11 @@ def of_task(arm: Arm, i: int) -> Arm:
 # A real language model. Another sampling batch than the default's for time alone.
 STORY_LRS = (1e-4, 3e-4, 1e-3)
 STORY_KS = ("--k 1", "--k 4", "--k 16")
-CHECKPOINTS = "--checkpoint-every 30 --keep-checkpoints 0"
-STORY_OPTIONS = {  # the paper's ε or β, and two wider ones
+CHECKPOINTS = "--checkpoint-every 15 --keep-checkpoints 0"
+STORY_OPTIONS = {  # the paper's ε or β, and two others
     "grpo": CLIP_EPSILONS,
-    "kto": ("--beta 0.25", "--beta 0.8", "--beta 2.5"),
-    "dpo": ("--beta 0.1", "--beta 0.3", "--beta 1"),
+    "kto": ("--beta 0.25", "--beta 0.08", "--beta 0.8"),
+    "dpo": ("--beta 0.1", "--beta 0.03", "--beta 0.3"),
 }
 STORY_ARMS = []
 for script, options in STORY_OPTIONS.items():

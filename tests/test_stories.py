@@ -116,40 +116,47 @@ def test_a_checkpoints_point_is_that_of_a_run_that_ends_there(tmp_path, monkeypa
 
 
 def test_a_point_is_what_plain_transformers_finds_in_the_samples(policy, monkeypatch):
-    """Judge, share finished and fluency of the first samples, KL of the second."""
+    """Judge, share finished and fluency of the first samples, KL of the second, by the ids as sampled."""
     initial, tokenizer = policy
     model, _ = stories.load_base()
-    prompts = [row["prompt"] for row in rows_of("prompts_test")[:4]]
+    prompts = [row["prompt"] for row in rows_of("prompts_test")[:8]]
     drawn = []
-    sample = stories.sample
+    sample_ids = stories.sample_ids
 
     def sample_and_note(*args, **how):
-        rows = sample(*args, **how)
-        drawn.append((how, rows))
-        return rows
+        completions = sample_ids(*args, **how)
+        drawn.append((how, completions))
+        return completions
 
-    monkeypatch.setattr(stories, "sample", sample_and_note)
+    monkeypatch.setattr(stories, "sample_ids", sample_and_note)
     point = frontier.measure(model, initial, tokenizer, prompts)
-    (how, rows), (plain, others) = drawn
-    assert (how, plain) == ({"temperature": 0.7, "top_p": 0.95}, {}) and len(rows) == len(others) == 8
+    (how, first), (plain, second) = drawn
+    assert (how, plain) == ({"temperature": 0.7, "top_p": 0.95}, {}) and len(first) == len(second) == 8
+    rows = stories.as_rows(tokenizer, prompts, first)
     assert point["judge"] == pytest.approx(sum(stories.judge_story(*row) for row in rows) / 8)
     assert point["finished"] == sum(row[2] for row in rows) / 8
 
-    def sums(model, rows) -> list[tuple]:
-        """Log-prob of each completion, and its tokens."""
-        found = []
-        for prompt, completion, finished in rows:
-            ids = tokenizer(prompt + completion).input_ids + [2] * finished
-            first = len(tokenizer(prompt).input_ids)
+    def total(model, completions) -> float:
+        """Log-prob of all completions."""
+        logp = 0.0
+        for prompt, completion in zip(prompts, completions):
+            ids = tokenizer(prompt).input_ids + completion
             with torch.no_grad():
                 logps = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-            found.append((sum(logps[i - 1, ids[i]].item() for i in range(first, len(ids))), len(ids) - first))
-        return found
+            logp += sum(logps[i - 1, ids[i]].item() for i in range(len(ids) - len(completion), len(ids)))
+        return logp
 
-    totals = sums(initial, rows)
-    assert point["fluency"] == pytest.approx(sum(a for a, _ in totals) / sum(n for _, n in totals), abs=1e-4)
-    gaps = [own - other for (own, _), (other, _) in zip(sums(model, others), sums(initial, others))]
-    assert point["kl"] == pytest.approx(sum(gaps) / 8, abs=1e-3)
+    assert point["fluency"] == pytest.approx(total(initial, first) / sum(map(len, first)), abs=1e-4)
+    assert point["kl"] == pytest.approx((total(model, second) - total(initial, second)) / 8, abs=1e-3)
+
+
+def test_a_prompt_that_loses_a_space_is_not_chosen(policy):
+    """No completion of it would survive: drawing one would never end."""
+    _, tokenizer = policy
+    opening = "One day, a squirrel named{}Oreensie went out to play in the sun and saw a big red ball."
+    openings = [opening.format("  "), opening.format(" ")]
+    (prompt,) = stories.choose_prompts(tokenizer, random.Random(3), openings)
+    assert prompt.startswith("One day, a squirrel named Oreensie")
 
 
 # --- the files ---

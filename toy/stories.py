@@ -67,8 +67,8 @@ def distinct_trigrams(texts: list[str]) -> float:
 
 
 @torch.inference_mode()
-def sample(model, tokenizer, prompts: list[str], max_new_tokens=NEW_TOKENS, temperature=1.0, top_p=1.0):
-    """A row for each prompt. Special tokens but the last </s> stay in the text."""
+def sample_ids(model, tokenizer, prompts: list[str], max_new_tokens=NEW_TOKENS, temperature=1.0, top_p=1.0):
+    """The token ids of a completion for each prompt, up to and with </s>."""
     rows = [None] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # for less padding
     how = {"temperature": temperature, "top_p": top_p, "top_k": 0, "max_new_tokens": max_new_tokens}
@@ -78,9 +78,22 @@ def sample(model, tokenizer, prompts: list[str], max_new_tokens=NEW_TOKENS, temp
         ids = model.generate(**batch, do_sample=True, **how)[:, batch["input_ids"].shape[1] :]
         for i, row in zip(chunk, ids.tolist()):
             finished = tokenizer.eos_token_id in row
-            row = row[: row.index(tokenizer.eos_token_id)] if finished else row
-            rows[i] = (prompts[i], tokenizer.decode(row), finished)
+            rows[i] = row[: row.index(tokenizer.eos_token_id) + 1] if finished else row
     return rows
+
+
+def as_rows(tokenizer, prompts: list[str], completions: list[list[int]]) -> list[tuple]:
+    """Special tokens but the last </s> stay in the text."""
+    rows = []
+    for prompt, ids in zip(prompts, completions):
+        finished = ids[-1] == tokenizer.eos_token_id
+        rows.append((prompt, tokenizer.decode(ids[:-1] if finished else ids), finished))
+    return rows
+
+
+def sample(model, tokenizer, prompts: list[str], **how) -> list[tuple]:
+    """A row for each prompt; `how` as in `sample_ids`."""
+    return as_rows(tokenizer, prompts, sample_ids(model, tokenizer, prompts, **how))
 
 
 def encode(tokenizer, rows: list[tuple]):
@@ -106,6 +119,19 @@ def cut_prompt(tokenizer, rng: random.Random, story: str) -> str:
     prompt = " ".join(words[:length])
     plain = length < len(words) and re.fullmatch(r"[A-Za-z', .!?]*[A-Za-z,]", prompt)
     return prompt if plain and len(tokenizer(prompt).input_ids) <= 25 else ""
+
+
+def choose_prompts(tokenizer, rng: random.Random, openings: list[str]) -> list[str]:
+    """Different ones, in random order. With one that does not survive no pair would ever be usable."""
+    prompts = [cut_prompt(tokenizer, rng, opening) for opening in openings]
+    prompts = list(dict.fromkeys(filter(None, prompts)))
+    rng.shuffle(prompts)
+    return [prompt for prompt in prompts if survives(tokenizer, prompt)]
+
+
+def survives(tokenizer, text: str) -> bool:
+    """Whether its tokens have the text, to which they add a space in front: of two spaces they lose one."""
+    return tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == " " + text
 
 
 def cut_completion(tokenizer, prompt: str, story: str) -> str:
@@ -195,9 +221,8 @@ def draw_answers(authors, tokenizer, rng: random.Random, counts: dict[str, int])
 
     def is_usable(prompt: str, text: str, finished: bool) -> bool:
         prompt_ids, ids = tokenizer([prompt, prompt + text]).input_ids
-        survives = tokenizer.decode(ids, skip_special_tokens=True) == " " + prompt + text
         broken = "\ufffd" in text or ids[: len(prompt_ids)] != prompt_ids  # half a letter; a token spans both
-        return bool(finished and survives and not broken and text.strip())
+        return bool(finished and survives(tokenizer, prompt + text) and not broken and text.strip())
 
     found = {prompt: [] for prompt in counts}
     while wanted := [prompt for prompt, n in counts.items() for _ in range(n - len(found[prompt]))]:
@@ -259,11 +284,9 @@ def make_stories(folder: Path, seed: int) -> list[str]:
         completion = cut_completion(tokenizer, prompt, story) if prompt else ""
         if completion:
             rows.append((prompt, completion, True))
-    prompts = [cut_prompt(tokenizer, rng, opening) for opening in openings]
-    prompts = list(dict.fromkeys(filter(None, prompts)))
+    prompts = choose_prompts(tokenizer, rng, openings)
     needed = sum(count for count, _ in SPLITS.values())
     assert len(prompts) >= needed, f"only {len(prompts)} prompts of {needed}"
-    rng.shuffle(prompts)
 
     # models and pairs
     policy = finetune(base, tokenizer, rng, rows, 200, 5e-4)  # it stops: the base never does
