@@ -276,8 +276,10 @@ def make_stories(folder: Path, seed: int) -> list[str]:
     base, tokenizer = load_base()
 
     # stories of the base to learn from, and others to take prompts from
-    stories = [text.strip() for _, text, _ in sample(base, tokenizer, [""] * 4096, 24 + NEW_TOKENS)]
-    openings = [text.strip() for _, text, _ in sample(base, tokenizer, [""] * 8192, 32)]
+    stories = [
+        text.strip() for _, text, _ in sample(base, tokenizer, [""] * 4096, max_new_tokens=24 + NEW_TOKENS)
+    ]
+    openings = [text.strip() for _, text, _ in sample(base, tokenizer, [""] * 8192, max_new_tokens=32)]
     rows = []
     for story in stories:
         prompt = cut_prompt(tokenizer, rng, story)
