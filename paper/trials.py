@@ -8,6 +8,7 @@ import csv
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+import torch
 from filelock import FileLock
 from tqdm import tqdm
 
@@ -144,7 +146,7 @@ def start(line: str, folder: Path):
     training = f"{line.rpartition('&& ')[2]} --output-dir {folder}"
     started = time.monotonic()
     done = shell(training)
-    end = {"seconds": round(time.monotonic() - started, 1), "failed": ""}
+    end = {"seconds": round(time.monotonic() - started, 1), "failed": "", "processor": processor()}
     if done.returncode:
         collapse = re.search(COLLAPSED, done.stderr)
         if not collapse:
@@ -154,6 +156,11 @@ def start(line: str, folder: Path):
     elif "/stories/policy" in line:
         shell(f"python paper/frontier.py {folder}").check_returncode()
     write(folder / "end.json", json.dumps(end))
+
+
+def processor() -> str:
+    """On what a row repeats to the last digit: "x86_64 AVX2". Other instructions round otherwise."""
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def shell(line: str) -> subprocess.CompletedProcess:
@@ -201,7 +208,7 @@ def row_of(arm: Arm, lr: float, seed: int, more: str, at: str) -> dict:
 
 
 def frontier_columns(points: dict[str, dict]) -> dict[str, float]:
-    """Of the last step all, of the others the two that make a picture: judge@30, kl@30."""
+    """Of the last step all, of the others the two that make a picture: judge@15, kl@15."""
     columns = {}
     for step, point in points.items():
         columns |= {f"{name}@{step}": point[name] for name in ("judge", "kl")}

@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT))
 from paper import learning, pictures, study  # noqa: E402
 
 CLAIMS = (ROOT / "docs/replication.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 STUDIES = (ROOT / "paper/studies.md").read_text(encoding="utf-8")
 NAMES = sorted(path.stem.removesuffix("_arms") for path in pictures.RESULTS.glob("*_arms.csv"))
 NUMBER = r"[−-]?\d*\.\d+"
@@ -64,7 +65,7 @@ def tuning_means(name: str) -> list[float]:
     rows = pictures.select(pictures.read(pictures.RESULTS, name), phase="tuning") if name != "time" else []
     scores = {}
     for row in rows:
-        choice = re.sub(r"--seed \d+|--out \S+|instances/\d+", "", row["command"])
+        choice = re.sub(r"--seed \d+|--out \S+|(instances|stories)/\d+", "", row["command"])
         scores.setdefault((row["arm"], choice), []).append(row.get("judge", np.nan))
     return [np.mean(of_choice) for of_choice in scores.values()]
 
@@ -190,7 +191,7 @@ def test_every_claim_is_in_the_csv_that_its_row_leads_to(differences):
     assert checked >= 12
 
 
-@pytest.mark.parametrize("text", [CLAIMS, STUDIES], ids=["replication.md", "studies.md"])
+@pytest.mark.parametrize("text", [CLAIMS, STUDIES, README], ids=["replication.md", "studies.md", "README"])
 def test_every_interval_of_the_text_follows_from_a_csv(text, differences):
     halves = [pair for name in NAMES for pair in means_of(name)[1]]
     for words in re.findall(INTERVAL, text):
