@@ -404,7 +404,8 @@ STORY_ARMS = []
 for script, options in STORY_OPTIONS.items():
     common = (script.upper(), script, STORY_LRS)
     (humanline,) = arms(*common, HUMANLINE, NORM, combined(STORY_KS, options[:1]))
-    STORY_ARMS += arms(*common, OFFLINE, NORM, options)
+    wider = (*options, "--epsilon 8") if script == "grpo" else options  # of three ε the largest was best
+    STORY_ARMS += arms(*common, OFFLINE, NORM, wider)
     STORY_ARMS += [humanline._replace(then=options[1:])]
     STORY_ARMS += arms(*common, {"online": ONLINE}, NORM)
     if script == "grpo":
