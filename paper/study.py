@@ -395,19 +395,20 @@ def of_task(arm: Arm, i: int) -> Arm:
 STORY_LRS = (1e-4, 3e-4, 1e-3)
 STORY_KS = ("--k 1", "--k 4", "--k 16")
 CHECKPOINTS = "--checkpoint-every 15 --keep-checkpoints 0"
-STORY_OPTIONS = {  # the paper's ε or β, and two others
-    "grpo": CLIP_EPSILONS,
-    "kto": ("--beta 0.25", "--beta 0.08", "--beta 0.8"),
-    "dpo": ("--beta 0.1", "--beta 0.03", "--beta 0.3"),
+STORY_OPTIONS = {  # the paper's ε or β, two others, and a fourth where the best was at an end
+    "grpo": (*CLIP_EPSILONS, "--epsilon 0.04"),
+    "kto": ("--beta 0.25", "--beta 0.08", "--beta 0.8", "--beta 0.025"),
+    "dpo": ("--beta 0.1", "--beta 0.03", "--beta 0.3", "--beta 0.01"),
 }
 STORY_ARMS = []
 for script, options in STORY_OPTIONS.items():
     common = (script.upper(), script, STORY_LRS)
     (humanline,) = arms(*common, HUMANLINE, NORM, combined(STORY_KS, options[:1]))
-    if script == "grpo":  # of the three ε the largest was best, then that of four; 1e9 clips nothing
-        options = (*options, "--epsilon 8", "--epsilon 1e9")
-    STORY_ARMS += arms(*common, OFFLINE, NORM, options)
-    STORY_ARMS += [humanline._replace(then=options[1:3])]
+    if script == "grpo":  # offline ε 2 was best, then 8; 1e9 clips nothing
+        STORY_ARMS += arms(*common, OFFLINE, NORM, (*CLIP_EPSILONS, "--epsilon 8", "--epsilon 1e9"))
+    else:
+        STORY_ARMS += arms(*common, OFFLINE, NORM, options)
+    STORY_ARMS += [humanline._replace(then=options[1:])]
     STORY_ARMS += arms(*common, {"online": ONLINE}, NORM)
     if script == "grpo":
         STORY_ARMS += arms(*common, {NARROW: "--no-humanline"}, NORM, options[:1])
