@@ -35,7 +35,7 @@ UNITS = {
 SHARES = ("eval/accuracy", "curve")
 MEANING = "dot: a run; square, bar: mean, 95% interval; dotted: before training"
 TEST = "p: Welch's test against the first arm by the {}, Holm over the figure's tests of it"
-TEXT = ("command", "commit", "panel", "arm", "phase", "failed", "metric", "against", "first", "second")
+TEXT = "command commit panel arm phase failed processor metric against first second".split()
 AT_STEP = "eval/accuracy@"  # columns of the evaluations during training: "eval/accuracy@32"
 
 

@@ -10,7 +10,7 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT))
 from paper import curves, figure2, pictures  # noqa: E402
 
-OTHERS = ("figure8", "time", "instances", "tasks")  # with a test of their own
+OTHERS = ("figure8", "time", "instances", "tasks", "stories")  # with a test of their own
 NAMES = sorted(path.stem.removesuffix("_arms") for path in pictures.RESULTS.glob("*_arms.csv"))
 
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 from paper import miniature, pictures, study, trials  # noqa: E402
 
 PLANS = study.FIGURES | study.STUDIES
-RUN = [name for name in PLANS if name != "stories"]  # which is planned, and not run yet
+NOT_RUN = {"stories": ("kto", "dpo")}  # scripts of a plan
 ABOUT = {  # the only settings in which the arms of a panel may differ, besides what is tuned
     "figure1": {"humanline", "online", "epsilon", "dataset"},
     "figure5": {"clip", "sync", "variant"},
@@ -309,7 +309,7 @@ def as_planned(command: str) -> str:
     return re.sub(r"variants\.py (\S+) --", r"variants.py \1 grpo_math_humanline --", command)
 
 
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize("name", PLANS)
 def test_committed_runs_are_those_of_the_plan_at_the_best_rates_of_their_grids(name):
     plan = PLANS[name]
     rows = pictures.read(pictures.RESULTS, name)
@@ -338,7 +338,8 @@ def test_committed_runs_are_those_of_the_plan_at_the_best_rates_of_their_grids(n
                 reported.append((arm.panel, arm.name, seed))
                 best = max(choices, key=lambda choice: np.mean(choices[choice]), default=(arm.lrs[0], ""))
                 assert (row["lr"], option) == best
-    assert reported == [(arm.panel, arm.name, seed) for arm in plan.arms for seed in plan.seeds]
+    made = [arm for arm in plan.arms if arm.script not in NOT_RUN.get(name, ())]
+    assert reported == [(arm.panel, arm.name, seed) for arm in made for seed in plan.seeds]
 
 
 def same(line: dict, saved: dict) -> bool:
@@ -349,7 +350,7 @@ def same(line: dict, saved: dict) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize("name", PLANS)
 def test_committed_statistics_are_those_of_the_committed_rows(name):
     plan = PLANS[name]
     rows = [row for row in pictures.read(pictures.RESULTS, name) if row["phase"] == "reported"]
