@@ -371,7 +371,7 @@ def draw_stories(rows: list[dict]):
         ax.legend(fontsize=8)
     axes[0, 0].set_ylabel("judge: VADER's sentiment, mean over sentences")
     meaning = (
-        "line: mean of the tasks before training and at each checkpoint, 95% interval; faint: end of a run"
+        "line: mean of the draws before training and at each checkpoint, 95% interval; faint: end of a run"
     )
     figure.supxlabel(meaning, fontsize=7)
     return figure
