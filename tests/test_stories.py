@@ -159,6 +159,32 @@ def test_a_prompt_that_loses_a_space_is_not_chosen(policy):
     assert prompt.startswith("One day, a squirrel named Oreensie")
 
 
+@pytest.mark.slow
+def test_a_draw_has_every_file_and_its_pairs_are_what_the_tokenizer_makes_of_them(tmp_path, monkeypatch):
+    """The whole maker, which checks its own pairs: fewer of all, and from a policy that ends its stories."""
+    optimize, sample_ids = stories.optimize, stories.sample_ids
+    few = {"train": (12, 3), "tune": (4, 1), "test": (4, 1)}
+    monkeypatch.setattr(stories, "BASE", FOLDER / "policy")
+    monkeypatch.setattr(stories, "SPLITS", few)
+    monkeypatch.setattr(stories, "optimize", lambda model, steps, *rest: optimize(model, 2, *rest))
+    monkeypatch.setattr(
+        stories,
+        "sample_ids",
+        lambda model, tokenizer, prompts, **how: sample_ids(model, tokenizer, prompts[:300], **how),
+    )
+    stories.make_stories(tmp_path, 5)
+    prompts = set()
+    for name, (count, each) in few.items():
+        rows = read_rows(tmp_path / f"preferences_{name}.jsonl.gz")
+        of_split = [row["prompt"] for row in read_rows(tmp_path / f"prompts_{name}.jsonl.gz")]
+        assert len(rows) == count * each and sorted(row["prompt"] for row in rows) == sorted(of_split * each)
+        assert all(abs(row["score_chosen"] - row["score_rejected"]) > 0.009 for row in rows)
+        prompts |= set(of_split)
+    assert len(prompts) == 20  # no prompt is in two files
+    for name in ("policy", "reward_model"):
+        assert (tmp_path / name / "model.safetensors").exists()
+
+
 # --- the files ---
 
 
