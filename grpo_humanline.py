@@ -14,7 +14,7 @@ Differs from the paper in (docs/grpo.md):
     - The gradient norm is one norm over all shards and ranks, not one for each rank.
 
 B sequences, T tokens. Log-probs are in nats. A mask is 1 at completion tokens, else 0. An Example is a prompt
-with one completion, a group the G examples of one prompt.
+with one completion, a group the G examples of one prompt, best first.
 """
 
 import gzip
@@ -586,7 +586,7 @@ def main(args: Args):
         examples = [example for group in batch for example in group]
         rewards = torch.tensor([example.reward for example in examples], dtype=torch.float64, device=device)
         rewards = rewards.view(groups_per_step, args.group_size)
-        advantages = group_advantages(rewards).flatten()  # (B of the step,)
+        advantages = group_advantages(rewards).flatten()  # (batch_size,)
 
         # the gradient of the mean loss over the completion tokens of all ranks and passes
         completion_tokens = sum(len(example.completion_ids) for example in examples)
