@@ -66,7 +66,7 @@ class Args:
     # data
     dataset: str = ""  # pairs: file or Hub name; formats in docs/dpo.md
     dataset_split: str = "train"  # Hub split, such as train[:10000]
-    eval_dataset: str = ""  # held out, in the same formats, or prompts; empty: none
+    eval_dataset: str = ""  # held out, in the same formats; empty: none
     eval_split: str = "test"  # Hub split
     max_prompt_length: int = 625  # tokens; rows with a longer prompt are dropped (from the authors' code)
     max_length: int = 1250  # tokens; what is cut here has no end of turn (from the authors' code)

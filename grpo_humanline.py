@@ -14,7 +14,7 @@ Differs from the paper in (docs/grpo.md):
     - The gradient norm is one norm over all shards and ranks, not one for each rank.
 
 B sequences, T tokens. Log-probs are in nats. A mask is 1 at completion tokens, else 0. An Example is a prompt
-with one completion, a group the G examples of one prompt, best first.
+with one completion, a group the G examples of one prompt.
 """
 
 import gzip
@@ -68,7 +68,7 @@ class Args:
     # data
     dataset: str = ""  # pairs or scored groups: file or Hub name; formats in docs/grpo.md
     dataset_split: str = "train"  # Hub split, such as train[:10000]
-    eval_dataset: str = ""  # held out, in the same formats, or prompts; empty: none
+    eval_dataset: str = ""  # held out, in the same formats; empty: none
     eval_split: str = "test"  # Hub split
     max_prompt_length: int = 625  # tokens; rows with a longer prompt are dropped (from the authors' code)
     max_length: int = 1250  # tokens; what is cut here has no end of turn (from the authors' code)
@@ -586,7 +586,7 @@ def main(args: Args):
         examples = [example for group in batch for example in group]
         rewards = torch.tensor([example.reward for example in examples], dtype=torch.float64, device=device)
         rewards = rewards.view(groups_per_step, args.group_size)
-        advantages = group_advantages(rewards).flatten()  # (batch_size,)
+        advantages = group_advantages(rewards).flatten()  # (B of the step,)
 
         # the gradient of the mean loss over the completion tokens of all ranks and passes
         completion_tokens = sum(len(example.completion_ids) for example in examples)

@@ -61,7 +61,7 @@ class Args:
     group_size: int = 8  # G, samples of a problem (Table 2)
     sample_every: int = 64  # S, steps between rounds; 1 is online (Figure 7: 1 and 64)
     # humanline
-    humanline: bool = True  # --no-humanline: no clipping; the reference is the policy that sampled
+    humanline: bool = True  # --no-humanline: no clipping, no syncing but at the start of a round
     k: int = 16  # optimizer steps between syncs of the reference (Table 2: 12 to 24; 1 collapses)
     log_epsilon_P: float = -1.5  # bounds of a token's log π_θ/π_ref, nats (Tables 1, 2)
     log_epsilon_R: float = 1.5
@@ -540,13 +540,13 @@ def sample_problems(args, sampler, grader, policy, problems: list[tuple], progre
 
 
 class Evaluation(NamedTuple):
-    statistics: dict  # {name: (mean, standard error over problems)}, of them pass@1 as eval/accuracy
+    statistics: dict  # {name: (mean, standard error)}
     samples: list  # one for each of the first --eval-samples prompts
 
 
 @run.exit_on_error("evaluation", ValueError)
 def evaluate(args, policy, sampler, grader, held_out: list[tuple]) -> Evaluation:
-    """Of the policy's samples for held-out problems."""
+    """Of the policy's samples for held-out problems; eval/accuracy is pass@1, errors are over problems."""
     problems = [group[0] for group in held_out[: args.eval_samples]]
     if not problems:
         return Evaluation({}, [])

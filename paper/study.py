@@ -397,7 +397,7 @@ STORY_KS = ("--k 1", "--k 4", "--k 16")
 CHECKPOINTS = "--checkpoint-every 15 --keep-checkpoints 0"
 STORY_OPTIONS = {  # the paper's ε or β, two others, and more where the best was at an end
     "grpo": (*CLIP_EPSILONS, "--epsilon 0.04"),
-    "kto": ("--beta 0.25", "--beta 0.08", "--beta 0.8", "--beta 0.025", "--beta 0.008"),
+    "kto": ("--beta 0.25", "--beta 0.08", "--beta 0.8", "--beta 0.025", "--beta 0.008", "--beta 0.0025"),
     "dpo": ("--beta 0.1", "--beta 0.03", "--beta 0.3", "--beta 0.01"),
 }
 STORY_ARMS = []
