@@ -468,8 +468,7 @@ def judge_all(grader, jobs: list[tuple]):
             verdicts.append(future.result())
         except (ProcessExpired, TimeoutError, MemoryError):
             verdicts.append(None)
-    of_ranks = [None] * world
-    dist.all_gather_object(of_ranks, verdicts)
+    of_ranks = utils.gather(verdicts)
     by_job = {job: of_ranks[i % world][i // world] for i, job in enumerate(distinct)}
     return [by_job[job] for job in jobs]
 

@@ -68,7 +68,7 @@ def parse_args(Args, file: str, doc: str, toy, toy_online, flags=None):
 COUNTS = "k batch_size prompts_per_step sample_every round_prompts samples_per_prompt max_length"
 COUNTS += " max_new_tokens eval_samples_per_problem generation_batch_size vllm_tensor_parallel"
 LEAST = dict.fromkeys(COUNTS.split(), 1)
-LEAST |= dict(group_size=2, max_grad_norm=1e-9, top_p=1e-9, log_epsilon_P=-math.inf)
+LEAST |= dict(group_size=2, max_grad_norm=1e-9, temperature=1e-9, top_p=1e-9, log_epsilon_P=-math.inf)
 MOST = dict(top_p=1, warmup_fraction=1, vllm_memory=1, log_epsilon_P=-1e-9)
 
 
@@ -80,8 +80,6 @@ def check_flags(args, batch_size: int):
     for name, value in vars(args).items():
         if not isinstance(value, str) and not LEAST.get(name, 0) <= value <= MOST.get(name, math.inf):
             fail(f"--{name.replace('_', '-')} {value} is out of range")
-    if hasattr(args, "sample_every") and args.temperature == 0:  # grpo_math
-        fail("--temperature 0: training divides by it")
     if args.engine == "vllm" and not find_spec("vllm"):
         fail("--engine vllm needs vllm, which is not installed")
     if not args.dataset:
@@ -116,15 +114,14 @@ def exit_on_error(place: str, kind: type = Exception):
     try:
         yield
     except kind as error:
-        lines = str(error).strip().splitlines() or [""]
+        lines = str(error).strip().split("\n")
         number = -1 if "Traceback" in str(error) else 0  # DCP's have one inside
         fail(f"{place}: {type(error).__name__}: {lines[number]}")
 
 
 def compare_ranks(name: str, value):
     """Ends the run if a value is another one on another rank, perhaps of another machine, than on rank 0."""
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, value)
+    of_ranks = utils.gather(value)
     for rank, other in enumerate(of_ranks):
         if other != of_ranks[0]:
             fail(f"{name} is {other} on rank {rank}, and {of_ranks[0]} on rank 0")
@@ -136,12 +133,6 @@ def compare_programs(args, file: str):
     folder = str(Path(file).resolve().parent)
     for name, value in vars(args).items():
         compare_ranks(f"--{name.replace('_', '-')}", str(value).replace(folder, ""))
-
-
-def max_over_ranks(value: float) -> float:
-    maximum = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(maximum, op=dist.ReduceOp.MAX)
-    return maximum.item()
 
 
 class Signals:
@@ -157,7 +148,7 @@ class Signals:
 
     def of_any_rank(self) -> int:
         """0, or a signal that some rank has received: all ranks must stop after the same step."""
-        return int(max_over_ranks(self.received))
+        return max(utils.gather(self.received))
 
 
 # === Folder and checkpoints ===
@@ -184,7 +175,7 @@ def hash_data(groups: list[tuple]) -> str:
 
 def open_folder(args, file: str) -> Path:
     """The run's folder, the same on all ranks, which no other process may write to until this one ends."""
-    started = int(1000 * max_over_ranks(time.time()))  # the clocks of the ranks may differ
+    started = int(1000 * max(utils.gather(time.time())))  # the clocks of the ranks may differ
     name = args.resume or args.output_dir or f"runs/{Path(file).stem}__{args.seed}__{started}"
     folder = Path(name)
     mark = folder / f".started-{started}"
@@ -362,7 +353,7 @@ def perf_metrics(started: float, tokens: int) -> dict[str, float]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     seconds = time.perf_counter() - started
     return {
-        "perf/peak_memory": max_over_ranks(peak),
+        "perf/peak_memory": max(utils.gather(peak)),
         "perf/step_time": seconds,
         "perf/tokens_per_second": tokens / seconds,
     }
@@ -405,7 +396,7 @@ class Log:
         if is_main():
             self.file.write(json.dumps(metrics) + "\n")
             self.write_points(metrics)
-            self.steps = metrics["step"] + 1
+            self.steps += 1
 
     def write_points(self, values):
         """Into TensorBoard."""

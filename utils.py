@@ -7,7 +7,6 @@ completion tokens, else 0. No function here reads a script's flags.
 import gc
 import math
 import os
-import random
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,6 +29,13 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
+
+
+def gather(value) -> list:
+    """The value of every rank, on every rank."""
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, value)
+    return of_ranks
 
 
 # === Token ids ===
@@ -262,9 +268,9 @@ class HeadLogps(torch.autograd.Function):
         # hidden (N, D), targets (N,), weight (V, D), bias (V,) or None
         ctx.settings = (block_size, softcap, temperature)
         ctx.kept = []  # blocks
-        keep = ctx.needs_input_grad[0] and len(hidden) * len(weight) <= MAX_KEPT
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
         N = len(hidden)
+        keep = ctx.needs_input_grad[0] and N * len(weight) <= MAX_KEPT
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
         L = hidden.new_full((N, 1), -math.inf, dtype=dtype)  # of the blocks so far
         z_target = torch.full_like(L, math.nan)  # it stays so if a token is not in the vocabulary
         for start in range(0, len(weight), block_size):
@@ -596,7 +602,7 @@ def checksum(model) -> int:
     """Of the first numbers of every weight, for ranks to compare what they have read."""
     total = 0
     for weight in model.parameters():
-        total += weight.detach().flatten()[:1000].view(torch.uint8).sum().item()
+        total += torch.hash_tensor(weight.flatten()[:1000]).item()
     return total
 
 
@@ -605,16 +611,12 @@ CHECKED = 8  # samples of every round whose log-probs the policy must have too
 
 @contextmanager
 def unchanged_process(device):
-    """vLLM changes the whole process, and sampling its random states: all is as before behind this."""
+    """vLLM changes the whole process, and sampling torch's random states: they are as before behind this."""
     environment = dict(os.environ)
     precision = torch.get_float32_matmul_precision()
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         yield
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)
     torch.set_float32_matmul_precision(precision)
     os.environ.clear()
     os.environ.update(environment)
@@ -717,12 +719,9 @@ class VllmEngine:
         )
 
     def update(self, weights):
-        asleep = self.llm.llm_engine.is_sleeping()
-        if asleep:
-            self.llm.wake_up(tags=["weights"])
+        self.llm.wake_up(tags=["weights"])  # does nothing if it is awake
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        if asleep:
-            self.llm.wake_up(tags=["kv_cache"])
+        self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
 
     def generate(self, batches: list[tuple]) -> list[list[tuple]]:
@@ -838,9 +837,7 @@ class Sampler:
             batch_seed = int(sequence.generate_state(1)[0])
             batches.append((prompts[first : first + size], batch_seed))
         own = self.running.generate(batches[dist.get_rank() // ranks :: engines])
-        of_ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, own)
-        of_engines = of_ranks[::ranks]  # all ranks of one have the same
+        of_engines = gather(own)[::ranks]  # all ranks of one have the same
         outputs = []
         for i in range(len(batches)):
             for ids, logps in of_engines[i % engines][i // engines]:
@@ -942,9 +939,8 @@ def sample_statistics(samples: list[Example]):
 
 def win_rate(rewards, baseline):
     """1 where a reward is above the baseline's, 0.5 where they tie, else 0. Float64."""
-    wins = (rewards > baseline).double()
-    ties = (rewards == baseline).double()
-    return wins + 0.5 * ties
+    sign = torch.sign(rewards - baseline).double()
+    return (sign + 1) / 2
 
 
 def means(metrics: dict[str, torch.Tensor]):

@@ -2,9 +2,7 @@
 
 import json
 import os
-import random
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from conftest import TOY, parse_args, read_rows
@@ -23,8 +21,6 @@ def process_state() -> dict:
         "precision of products": torch.get_float32_matmul_precision(),
         "cuDNN attention": torch.backends.cuda.cudnn_sdp_enabled(),
         "random state of torch": torch.get_rng_state().tolist(),
-        "random state of numpy": np.random.get_state()[1:3],
-        "random state of Python": random.getstate(),
     }
 
 
@@ -58,8 +54,6 @@ def look(model: str, temperature: str) -> dict:
         return {"ids": ids, "difference": metrics["rollout/logp_diff_mean"]}
 
     torch.set_float32_matmul_precision("high")
-    random.seed(5)
-    np.random.seed(6)
     torch.manual_seed(7)
     before = process_state()
     found = {"vllm": sample("vllm"), "hf": sample("hf")}
