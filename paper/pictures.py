@@ -292,6 +292,7 @@ ARM_MARKS = {
     "offline, ε 0.5": ("v", "#E69F00"),
     "offline, ε 0.15": ("v", "#E69F00"),
     "offline": ("o", "#0072B2"),
+    "offline, no clip": ("^", "#CC79A7"),
     "offline + humanline": ("s", "#D55E00"),
     "online": ("D", "#009E73"),
 }
@@ -333,7 +334,7 @@ def draw_script(ax, script: str, scores: dict[str, dict]):
     ax.axhline(len(panels) - 0.3, color="0.6", linewidth=0.8)
     names = [f"task {panel.split()[1]}" for panel in panels]
     ax.set_yticks([*range(len(panels)), len(panels) + 1.3], [*names, "mean, 95%"], fontsize=7)
-    ax.set_ylim(len(panels) + 2.6, -0.7)
+    ax.set_ylim(bottom, -0.7)
     ax.set(title=script, xlabel=UNITS["judge"])
     ax.grid(axis="x", alpha=0.3)
 

@@ -117,8 +117,8 @@ def test_a_plan_is_counted_as_it_is_run():
         assert counts[name] == len(rows) + 3 * len({arm.panel for arm in plan.arms})
     assert counts["clipping"] == 6 + 60  # nothing is tuned
     assert counts["instances"] == 3 * 12 + 3 * 18 + 60  # tuned on two panels more
-    assert counts["tasks"] == 50 + 5 * 60 + 100  # tuned on five tasks more, the untrained evaluated once
-    assert counts["stories"] == 3 * 14 + 2 * (33 + 35 + 27) + 120
+    assert counts["tasks"] == 50 + 5 * 64 + 120  # tuned on five tasks more, the untrained evaluated once
+    assert counts["stories"] == 3 * 14 + 2 * (33 + 35 + 30) + 120
 
 
 def test_every_toys_tales_are_judged_by_its_own_judge():

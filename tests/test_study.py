@@ -15,7 +15,6 @@ sys.path.insert(0, str(ROOT))
 from paper import miniature, pictures, study, trials  # noqa: E402
 
 PLANS = study.FIGURES | study.STUDIES
-NOT_RUN = {"stories": ("kto", "dpo")}  # scripts of a plan
 ABOUT = {  # the only settings in which the arms of a panel may differ, besides what is tuned
     "figure1": {"humanline", "online", "epsilon", "dataset"},
     "figure5": {"clip", "sync", "variant"},
@@ -210,18 +209,21 @@ def of_twelve_tasks(last: str = study.PAPERS_EPSILON) -> tuple[list[dict], np.nd
 
 def test_tasks_are_paired_by_task_and_an_arms_worst_quarter_is_its_own():
     rows, (offline, humanline, papers) = of_twelve_tasks()
+    for row in rows[24:]:
+        rows.append(row | {"arm": study.UNCLIPPED, "judge": row["judge"] ** 2})
     of_kto = [row | {"panel": row["panel"].replace("GRPO", "KTO")} for row in rows]
     more = study.tasks_test(rows + of_kto)
-    assert [line["panel"] for line in more] == ["GRPO"] * 2 + ["KTO"] * 2 + ["GRPO"] * 2
+    assert [line["panel"] for line in more] == ["GRPO"] * 2 + ["KTO"] * 2 + ["GRPO"] * 4
     assert max(line["p_holm"] / line["p"] for line in more[:4]) == 4
     lines = study.tasks_test(rows)
     keys = [(line["panel"], line["first"], line["second"], line["metric"]) for line in lines]
     assert keys == [
         ("GRPO", "offline + humanline", second, metric)
-        for second in ("offline", "offline, ε 0.5")
+        for second in ("offline", "offline, ε 0.5", "offline, no clip")
         for metric in ("judge", "judge, worst quarter")
     ]
-    for (mean, worst), other in zip((lines[:2], lines[2:]), (offline, papers)):
+    for i, other in enumerate((offline, papers, papers**2)):
+        mean, worst = lines[2 * i : 2 * i + 2]
         test = stats.ttest_rel(humanline, other)
         assert mean["difference"] == pytest.approx((humanline - other).mean())
         assert (mean["low"], mean["high"]) == pytest.approx(tuple(test.confidence_interval()))
@@ -338,8 +340,7 @@ def test_committed_runs_are_those_of_the_plan_at_the_best_rates_of_their_grids(n
                 reported.append((arm.panel, arm.name, seed))
                 best = max(choices, key=lambda choice: np.mean(choices[choice]), default=(arm.lrs[0], ""))
                 assert (row["lr"], option) == best
-    made = [arm for arm in plan.arms if arm.script not in NOT_RUN.get(name, ())]
-    assert reported == [(arm.panel, arm.name, seed) for arm in made for seed in plan.seeds]
+    assert reported == [(arm.panel, arm.name, seed) for arm in plan.arms for seed in plan.seeds]
 
 
 def same(line: dict, saved: dict) -> bool:
