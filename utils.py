@@ -155,20 +155,21 @@ def encode(
     prompt_ids = tokenizer(before, add_special_tokens=special).input_ids
     ids = tokenizer(whole, add_special_tokens=special).input_ids
     if prompt_ids[-1:] == [tokenizer.eos_token_id] and not before.rstrip().endswith(tokenizer.eos_token):
-        prompt_ids.pop()  # some tokenizers add one
+        prompt_ids.pop()  # some tokenizers add one, to `ids` as well, which ends there in any case
 
     if mostly_unknown(tokenizer, ids):
         raise CannotTrain("most of its tokens are unknown to the tokenizer")
     if completion is None:
         return prompt_ids, []
     completion_ids = ids[len(prompt_ids) :]
-    # Where a token spans both, such as two line breaks, the completion is tokenized alone, if its text stays.
+    # A token may span both, such as one for two line breaks. Then the completion is tokenized alone, if both
+    # still decode to the same text.
     if prompt_ids + completion_ids != ids:
         completion_ids = tokenizer(whole[len(before) :], add_special_tokens=False).input_ids
         if tokenizer.decode(prompt_ids + completion_ids) != tokenizer.decode(ids):
             raise CannotTrain("a token spans prompt and completion")
     if not completion_ids or completion_ids[0] in eos_ids:
-        raise CannotTrain("the tokenizer drops its text")  # only the end is left, since no row is empty
+        raise CannotTrain("the tokenizer drops its text")  # since callers refuse empty completions
     # A text without a template gets its end here. A template has one, and what it writes behind that is not
     # the model's to say.
     return prompt_ids, until_end([*completion_ids, tokenizer.eos_token_id], eos_ids)
@@ -256,8 +257,8 @@ class HeadLogps(torch.autograd.Function):
     """log softmax(z)[target], (N,), of the logits z = head(hidden) / temperature, (N, V), in fp32 or wider.
 
     z would be the largest tensor of a pass by far. Here it never is one: it comes in blocks of block_size
-    columns (with blocks of tokens d_weight would be a sum), which the backward pass computes again if there
-    are more than MAX_KEPT. With L = log Σ_v exp z_v,
+    columns, which the backward pass computes again if there are more than MAX_KEPT. (With blocks of tokens
+    d_weight would be a sum over blocks, which rounds.) With L = log Σ_v exp z_v,
 
         log softmax(z)[target] = z[target] - L
         its gradient in z      = onehot(target) - exp(z - L)
@@ -289,7 +290,8 @@ class HeadLogps(torch.autograd.Function):
     def backward(ctx, d_logps):
         hidden, targets, weight, bias, L = ctx.saved_tensors
         block_size, softcap, temperature = ctx.settings
-        # d_z below is the gradient in head(hidden): that in z / temperature, times the slope of tanh.
+        # At its end d_z is the gradient in head(hidden): (d logps / d z) · (d z / d head(hidden)). The
+        # second factor is 1 / temperature, times the slope of tanh.
         scaled = d_logps[:, None] / temperature  # (N, 1)
         d_hidden = torch.zeros_like(hidden, dtype=L.dtype)
         d_weight = torch.empty_like(weight)
@@ -334,7 +336,7 @@ def loop_attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward  # it takes half a second
 
     # A person's own forward pass, not `token_logps`. transformers makes no mask for an attention that is not
-    # its own, so padding may stand on the right alone.
+    # its own, so this is causal and no more: padding on the left would be seen.
     if starts is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     lengths = starts.diff().tolist()
@@ -384,9 +386,10 @@ def choose_attention(model, longest: int) -> str:
     """Lets `token_logps` leave out padding, if a trial shows that this changes nothing.
 
     The trial is two equal sequences of 16 tokens: the log-probs of the first 8 must be those of the model's
-    own logits of 8 tokens alone. Two show whether packed sequences see each other, the other 8 tokens whether
-    later ones are seen. It is made with the attentions that need no padding, then with the model's
-    own. Returns the attention chosen, and why none before it was. Raises ValueError if all fail.
+    own logits of 8 tokens alone. They are not if packed sequences see each other (the second would see all of
+    the first), or if a token sees later ones (the other 8). It is made with the attentions that need no
+    padding, then with the model's own. Returns the attention chosen, and why none before it was. Raises
+    ValueError if all fail.
 
     longest: tokens of a sequence in training.
     """
@@ -405,7 +408,8 @@ def choose_attention(model, longest: int) -> str:
     own = model.config._attn_implementation
     window = getattr(config, "sliding_window", None) or longest  # the packed ones have none
     other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    carries_state = other_layers or model._is_stateful  # from one sequence into the next: linear attention
+    # From one sequence into the next, such as linear attention. Of layers of other kinds nothing is known.
+    carries_state = other_layers or model._is_stateful
     # Packing replaces sdpa alone, in models that hand `starts` on and have no window or state.
     implementations = ["loop", own]
     reasons = ""
@@ -468,6 +472,7 @@ def token_logps(
     Args:
         input_ids: (B, T), padded on the right.
         mask: (B, T), 1 at the tokens to score; a sequence's first token has no prediction.
+        temperature: that of sampling where it belongs to the policy that is trained (grpo_math), else 1.
         max_logits: computed at once.
     """
     selected = mask.bool()
@@ -511,7 +516,7 @@ def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int = 16384):
 
     Args:
         lengths: of the sequences, in tokens.
-        max_tokens: of a pass, unless one sequence is longer; 0: any.
+        max_tokens: of a pass, without padding, unless one sequence is longer; 0: any.
 
     Returns:
         The positions in `lengths` that are in each pass.
@@ -564,7 +569,8 @@ def check_positions(config, longest: int, max_new_tokens: int):
     # "none" is ours, for models without RoPE.
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {"rope_type": "none"}
     positions = max_positions(config)
-    kinds = str(rope)  # as text, since some models have one for each type of layer
+    # As text, since some models have one for each type of layer: {"full_attention": {"rope_type": ...}, ...}.
+    kinds = str(rope)
     if "none" in kinds or "dynamic" in kinds or "longrope" in kinds:
         positions = rope.get("original_max_position_embeddings") or positions
     else:  # a sample is cut at the last position: refused is only what could never fit
@@ -589,10 +595,11 @@ def load_pretrained(auto, name: str, **options):
     buffers = {name.split(".")[-1] for name, _ in model.named_buffers()}
     for kind in ("missing_keys", "unexpected_keys"):
         for key in sorted(info[kind]):
-            # A buffer alone may be missing, or left over from an older version.
+            # A buffer alone may be missing, or left over from an older version, where it may have stood in
+            # another module: its last name counts.
             if key in weights or key.split(".")[-1] not in buffers:
                 raise ValueError(f"{kind} of {auto.__name__}: {key}")
-    model.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}  # as read
+    model.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}  # for run.export
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # the others ignore it (Gemma 2)
     return model
@@ -732,7 +739,8 @@ class VllmEngine:
             requests.append({"prompt_token_ids": list(prompts[0])})
             own = self.params.clone()
             own.seed = seed
-            # Of an engine's first samples, among which are the first of all. Of all it would double the time.
+            # Log-probs of an engine's first samples alone, among which are those that `check_engine` reads.
+            # Of all samples they would double the time.
             own.logprobs = 0 if i < CHECKED else None
             params.append(own)
         outputs = []
@@ -775,7 +783,7 @@ class Sampler:
         self.running = None  # the engine, which starts when it is needed first
         if self.reward_model:
             self.judge = load_reward_model(self.reward_model, self.dtype, self.trust_remote_code)
-            check_positions(self.judge[0].config, self.max_length, 0)
+            check_positions(self.judge[0].config, self.max_length, 0)  # 0: with RoPE any length
 
     @torch.no_grad()
     def sample(self, policy, prompts: list[Example], count: int, seed: tuple):
@@ -840,6 +848,7 @@ class Sampler:
         of_engines = gather(own)[::ranks]  # all ranks of one have the same
         outputs = []
         for i in range(len(batches)):
+            # Engine e had the batches e, e + engines, ...
             for ids, logps in of_engines[i % engines][i // engines]:
                 # hf has padding behind the end. vLLM's ids stop there, so that their log-probs are as many.
                 outputs.append((until_end(ids, self.eos_ids), logps))
