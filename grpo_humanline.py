@@ -154,7 +154,7 @@ def group_advantages(rewards):
     scaled = (rewards - lowest) / spread  # for rounding alone: advantages of two are exactly ±1
     deviation = scaled.std(1, correction=0, keepdim=True)
     advantages = (scaled - scaled.mean(1, keepdim=True)) / deviation
-    return torch.where(spread > 0, advantages, 0.0)
+    return torch.where(spread > 0, advantages, 0.0)  # 0 / 0 is nan
 
 
 def clip_log_ratio(args, log_ratio):
@@ -181,7 +181,7 @@ def load_rows(name: str, split: str):
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
-                with run.exit_on_error(f"{name}, line {number}"):
+                with run.exit_on_error(f"{name}, line {number}"):  # the caller's has no number for it
                     row = json.loads(line)
                 yield number, row
     elif name.endswith(".parquet"):
@@ -358,7 +358,7 @@ def shard_model(args, model, device):
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
         # The loss is divided by the global batch already, so gradients are sums over ranks, not means.
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+        module.set_force_sum_reduction_for_comms(True)  # by plain sums, which every backend has
     return model
 
 
@@ -475,7 +475,7 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
     if groups:
         examples = [group[0] for group in groups] + [group[-1] for group in groups]
         logps, _ = utils.completion_logps(policy, examples)  # (2P, T)
-        log_ratio = logps - (initial.logps if initial else logps)
+        log_ratio = logps - (initial.logps if initial else logps)  # 0 before training
         best, worst = log_ratio.sum(-1).chunk(2)  # (P,) each
         values["eval/accuracy"] = utils.win_rate(best, worst)
         values["eval/margin"] = best - worst
@@ -545,7 +545,7 @@ def main(args: Args):
         sampler = make_sampler(args, tokenizer, eos_ids, reference_dtype, device)
     # Fused, or CUDA needs a copy of one of its states. The loop sets rate, ε and decay, so new flags win.
     optimizer = torch.optim.AdamW(policy.parameters(), fused=device.type == "cuda")
-    lr_factor = run.lr_schedule(args, optimizer)
+    lr_factor = run.lr_schedule(args, optimizer)  # of a step, from 1: its share of --lr
 
     # run
     output_dir = run.open_folder(args, __file__)
@@ -572,7 +572,7 @@ def main(args: Args):
             while len(progress.pool) < groups_per_step:
                 progress.round += 1
                 new_groups, rollout = sample_round(args, sampler, policy, groups, progress.round)
-                progress.pool += new_groups
+                progress.pool += new_groups  # behind what is left of the last round
                 metrics |= rollout
                 sync_reference(reference, policy)  # Algorithm 1: the policy at the start of the round
                 progress.last_round = step
@@ -594,7 +594,7 @@ def main(args: Args):
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
         means = run.Means()
         for number, indices in enumerate(micro_batches, 1):
-            # Summed over ranks in every pass on a GPU, for memory, else in the last: fewer roundings to fp32.
+            # On a GPU summed over ranks in every pass, to save memory; else in the last, to save roundings.
             policy.set_requires_gradient_sync(device.type == "cuda" or number == len(micro_batches))
             policy.set_requires_all_reduce(number == len(micro_batches))  # over the copies of HSDP
             input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
