@@ -169,7 +169,7 @@ def encode(
         if tokenizer.decode(prompt_ids + completion_ids) != tokenizer.decode(ids):
             raise CannotTrain("a token spans prompt and completion")
     if not completion_ids or completion_ids[0] in eos_ids:
-        raise CannotTrain("the tokenizer drops its text")  # since callers refuse empty completions
+        raise CannotTrain("the tokenizer drops its text")  # callers refuse empty completions
     # A text without a template gets its end here. A template has one, and what it writes behind that is not
     # the model's to say.
     return prompt_ids, until_end([*completion_ids, tokenizer.eos_token_id], eos_ids)
