@@ -59,7 +59,7 @@ class Args:
     micro_batch_tokens: int = 8192  # most tokens in a forward pass of a rank; 0: any
     lr: float = 5e-6  # AdamW's learning rate (paper: 5e-6, online 2.5e-6)
     warmup_fraction: float = 0.1  # share of the steps (Tables 1, 2)
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after warmup (paper: constant)
+    lr_schedule: Literal["constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"  # the paper's
     weight_decay: float = 1e-2  # of AdamW (Table 1)
     adam_eps: float = 1e-5  # AdamW's ε (paper: 1e-5)
     max_grad_norm: float = 1.0  # global gradient norm (Table 3; online 0.5, online + humanline 1.0)
@@ -186,8 +186,9 @@ def encode_row(args, tokenizer, eos_ids, row):
 def read_pair(row):
     """Prompt, and [chosen, rejected], or [] where the row has neither.
 
-    Each is a text or a list of messages, and the last message of chosen and rejected is the completion. What
-    stands before it is the prompt. UltraFeedback has it there, and its first message as text in `prompt` too.
+    Of texts: {"prompt": "Q", "chosen": "A", "rejected": "B"}. Of messages: chosen and rejected are lists, and
+    the last message is the completion. Those before it are the prompt, and `prompt` may be absent, or the
+    same again, or one of them as text (UltraFeedback). If there are none, `prompt` is the prompt.
     """
     prompt = row.get("prompt", row.get("instruction"))
     chosen = row.get("chosen")
@@ -198,7 +199,6 @@ def read_pair(row):
         if history != rejected_history:
             raise ValueError("chosen and rejected must differ in their last message alone")
         texts = [message["content"] for message in history]
-        # prompt may repeat the history, or one of its messages as text
         if history and prompt not in (None, history, *texts):
             raise ValueError("chosen and rejected do not begin with the prompt")
         prompt = history or prompt
@@ -454,7 +454,7 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
         by_prompt, _ = sampler.sample(policy, prompts, 1, (args.seed, 0))
         samples = [sample for (sample,) in by_prompt]
         for name, statistic in utils.sample_statistics(samples).items():
-            values[f"eval/{name}"] = statistic
+            values[f"eval/{name}"] = statistic  # length, finished, and reward if there is a reward model
         if args.reward_model:
             baseline = initial.samples if initial else samples
             rewards = [sample.reward for sample in baseline]
@@ -491,7 +491,7 @@ def pair_metrics(losses, rewards, logps, mask):
 def main(args: Args):
     run.check_flags(args, args.batch_size)
     rank, world, device = setup(args)
-    reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32  # at most fp32
+    reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32  # it is stored in that
 
     # data
     with run.exit_on_error(f"--model {args.model}"):
@@ -519,12 +519,9 @@ def main(args: Args):
 
     # run
     output_dir = run.open_folder(args, __file__)
-    checkpoint = run.newest_checkpoint(output_dir)
     before = evaluate(args, policy, sampler, held_out)  # of the initial policy, also on resume
-    # hash_data is a barrier too: no rank still looks for a checkpoint when rank 0 begins to write.
-    progress = run.Progress(data_hash=run.hash_data(groups))
-    if checkpoint:
-        progress = run.load_checkpoint(checkpoint, policy, reference, optimizer, progress.data_hash)
+    data_hash = run.hash_data(groups)
+    progress = run.load_checkpoint(output_dir, policy, reference, optimizer, data_hash)
     run.save_args(args, output_dir, __file__)
     log = run.Log(output_dir, progress.step, before)
     signals = run.Signals()  # one ends the run after the step, with a checkpoint
@@ -553,6 +550,7 @@ def main(args: Args):
 
         # the gradient of the mean loss over the pairs of all ranks and passes
         lengths = [chosen.length + rejected.length for chosen, rejected in batch]
+        # as many for every rank
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
         means = run.Means()
         for number, indices in enumerate(micro_batches, 1):
@@ -597,7 +595,7 @@ def main(args: Args):
         # metrics and checkpoint
         metrics |= run.perf_metrics(started, sum(lengths))
         if args.eval_every and progress.step % args.eval_every == 0:
-            metrics |= run.means_of(evaluate(args, policy, sampler, held_out, before))
+            metrics |= run.evaluation_means(evaluate(args, policy, sampler, held_out, before))
         bar.set_postfix(loss=metrics["loss"], accuracy=metrics["rewards/accuracies"], refresh=False)
         log.write(metrics)
         stopped_by = signals.of_any_rank()

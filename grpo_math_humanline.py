@@ -6,9 +6,10 @@ humanline: `grep -n "# humanline [cs]" grpo_math_humanline.py`.
     python grpo_math_humanline.py  # one process, the embedded toy, a minute
     torchrun --nproc-per-node 4 grpo_math_humanline.py --model ... --dataset ...
 
-Differs from the paper in (docs/grpo_math.md):
+Differs from equation 1 as the paper's online GRPO does (C.1.4):
     - The loss is the mean over the completion tokens of the global batch, not a mean of means.
-    - The KL penalty is against the reference of the ratio (C.1.4), not against equation 1's fixed policy.
+    - The KL penalty is against the ratio's reference, not against a fixed policy.
+Differs from the paper in (docs/grpo_math.md):
     - Log-probs in training have the temperature of sampling.
     - The gradient norm is one norm over all shards and ranks, not one for each rank.
     - Answers that cannot be graded within limits count as wrong, and such problems are dropped.
@@ -73,7 +74,7 @@ class Args:
     micro_batch_tokens: int = 8192  # most tokens in a forward pass of a rank; 0: any
     lr: float = 1e-6  # AdamW's learning rate (paper: 1e-6)
     warmup_fraction: float = 0.1  # share of the steps (Tables 1, 2)
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after warmup (paper: constant)
+    lr_schedule: Literal["constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"  # the paper's
     weight_decay: float = 0.0  # of AdamW (Table 2)
     adam_eps: float = 1e-8  # AdamW's ε (Table 2)
     max_grad_norm: float = 1.0  # global gradient norm (Table 2)
@@ -583,7 +584,7 @@ def grpo_metrics(losses, ratio, k3, removed):
 def main(args: Args):
     run.check_flags(args, args.prompts_per_step * args.group_size)
     rank, world, device = setup(args)
-    reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32  # at most fp32
+    reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32  # it is stored in that
 
     # data
     with run.exit_on_error(f"--model {args.model}"):
@@ -612,12 +613,9 @@ def main(args: Args):
 
     # run
     output_dir = run.open_folder(args, __file__)
-    checkpoint = run.newest_checkpoint(output_dir)
     before = evaluate(args, policy, sampler, grader, held_out)  # of the initial policy, also on resume
-    # hash_data is a barrier too: no rank still looks for a checkpoint when rank 0 begins to write.
-    progress = run.Progress(data_hash=run.hash_data(groups))
-    if checkpoint:
-        progress = run.load_checkpoint(checkpoint, policy, reference, optimizer, progress.data_hash)
+    data_hash = run.hash_data(groups)
+    progress = run.load_checkpoint(output_dir, policy, reference, optimizer, data_hash)
     if any(len(group) != args.group_size for group in progress.pool):
         run.fail("--group-size: groups of another size wait for a step; keep it")
     run.save_args(args, output_dir, __file__)
@@ -651,6 +649,7 @@ def main(args: Args):
         # the gradient of the mean loss over the completion tokens of all ranks and passes
         completion_tokens = sum(len(example.completion_ids) for example in examples)
         lengths = [example.length for example in examples]
+        # as many for every rank
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
         means = run.Means()
         for number, indices in enumerate(micro_batches, 1):
@@ -703,7 +702,7 @@ def main(args: Args):
         # metrics and checkpoint
         metrics |= run.perf_metrics(started, sum(lengths))
         if args.eval_every and progress.step % args.eval_every == 0:
-            metrics |= run.means_of(evaluate(args, policy, sampler, grader, held_out))
+            metrics |= run.evaluation_means(evaluate(args, policy, sampler, grader, held_out))
         bar.set_postfix(loss=metrics["loss"], accuracy=metrics["rewards/accuracy"], refresh=False)
         log.write(metrics)
         stopped_by = signals.of_any_rank()

@@ -114,9 +114,14 @@ def exit_on_error(place: str, kind: type = Exception):
     try:
         yield
     except kind as error:
-        lines = str(error).strip().split("\n")
-        number = -1 if "Traceback" in str(error) else 0  # DCP's have one inside
-        fail(f"{place}: {type(error).__name__}: {lines[number]}")
+        fail(f"{place}: {describe(error)}")
+
+
+def describe(error) -> str:
+    """In one line. DCP's errors have a traceback inside."""
+    lines = str(error).strip().split("\n")
+    number = -1 if "Traceback" in str(error) else 0
+    return f"{type(error).__name__}: {lines[number]}"
 
 
 def compare_ranks(name: str, value):
@@ -216,22 +221,6 @@ def find_checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*[0-9]"), key=lambda path: int(path.name[5:]), reverse=True)
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that is whole. Ends the run if there is none, but steps were made."""
-    for checkpoint in find_checkpoints(folder / "checkpoints"):
-        try:
-            Progress(**json.loads((checkpoint / "state.json").read_text()))
-            for part in dcp.FileSystemReader(checkpoint).read_metadata().storage_data.values():
-                if (checkpoint / part.relative_path).stat().st_size < part.offset + part.length:
-                    raise ValueError(f"{part.relative_path} is cut")
-            return checkpoint
-        except Exception as error:
-            say(f"skipped {checkpoint} (damaged: {error})")
-    if (folder / "metrics.jsonl").exists():
-        fail(f"--resume {folder}: it has no whole checkpoint; begin anew in another folder")
-    return None
-
-
 def training_state(policy, reference, optimizer):
     moments = dcp_state.get_optimizer_state_dict(policy, optimizer)
     return {"policy": policy.state_dict(), "optimizer": moments, "reference": reference.state_dict()}
@@ -262,25 +251,35 @@ def save_checkpoint(args, output_dir: Path, policy, reference, optimizer, progre
     dist.barrier()
 
 
-@exit_on_error("--resume", BaseException)
 def load_checkpoint(folder: Path, policy, reference, optimizer, data_hash: str) -> Progress:
-    """Restores weights and optimizer in place, on any number of ranks. data_hash: of what this run reads."""
-    progress = Progress(**json.loads((folder / "state.json").read_text()))
-    if progress.data_hash != data_hash:
-        raise ValueError("--dataset, or its tokens, changed; bring it back")
-    state = training_state(policy, reference, optimizer)
-    saved_names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    names = {f"policy.{name}" for name in state["policy"]}
-    if names != {name for name in saved_names if name.startswith("policy.")}:
-        raise ValueError("it has other weights than --model")
-    # A weight that never had a gradient has no moments there: they stay 0.
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load(state, checkpoint_id=folder, planner=planner)  # in place; the optimizer's are copies
-    dcp_state.set_optimizer_state_dict(policy, optimizer, state["optimizer"])
-    for i, group in enumerate(progress.pool):
-        progress.pool[i] = tuple(utils.Example(*values) for values in group)
-    say(f"{progress.step} steps are done: goes on from {folder}")
-    return progress
+    """Restores the newest checkpoint that is whole, in place, on any number of ranks. A new run has none.
+
+    data_hash: of what this run reads.
+    """
+    for checkpoint in find_checkpoints(folder / "checkpoints"):
+        try:
+            progress = Progress(**json.loads((checkpoint / "state.json").read_text()))
+            saved_names = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+            state = training_state(policy, reference, optimizer)
+            names = {f"policy.{name}" for name in state["policy"]}
+            if names != {name for name in saved_names if name.startswith("policy.")}:
+                fail(f"--model: {checkpoint} has other weights")
+            if progress.data_hash != data_hash:
+                fail(f"--dataset, or its tokens, changed since {checkpoint}; bring it back")
+            # A weight that never had a gradient has no moments there: they stay 0.
+            planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+            dcp.load(state, checkpoint_id=checkpoint, planner=planner)  # in place; the optimizer's are copies
+            dcp_state.set_optimizer_state_dict(policy, optimizer, state["optimizer"])
+            for i, group in enumerate(progress.pool):
+                progress.pool[i] = tuple(utils.Example(*values) for values in group)
+            say(f"{progress.step} steps are done: goes on from {checkpoint}")
+            return progress
+        except (Exception, dcp.CheckpointException) as error:
+            say(f"skipped {checkpoint}, which is damaged: {describe(error)}")
+    if (folder / "metrics.jsonl").exists():
+        fail(f"--resume {folder}: it has no whole checkpoint; begin anew in another folder")
+    dist.barrier()  # no rank still looks for metrics.jsonl when rank 0 begins to write it
+    return Progress(data_hash)
 
 
 @exit_on_error("final/ was not written")
@@ -315,8 +314,7 @@ def stop(signal_number: int, steps: int, folder: Path):
 def lr_schedule(args, optimizer):
     """The share of --lr at a step, from 1: linear warmup, then --lr-schedule, by transformers."""
     warmup_steps = max(1, round(args.warmup_fraction * args.num_steps))
-    name = args.lr_schedule.replace("constant", "constant_with_warmup")
-    return get_scheduler(name, optimizer, warmup_steps, args.num_steps).lr_lambdas[0]
+    return get_scheduler(args.lr_schedule, optimizer, warmup_steps, args.num_steps).lr_lambdas[0]
 
 
 # === Logs ===
@@ -366,8 +364,8 @@ def write(path: Path, text: str):
     unfinished.replace(path)
 
 
-def means_of(evaluation) -> dict[str, float]:
-    """Without the standard errors."""
+def evaluation_means(evaluation) -> dict[str, float]:
+    """Of a script's Evaluation, without the standard errors."""
     return {name: mean for name, (mean, _) in evaluation.statistics.items()}
 
 
@@ -389,7 +387,7 @@ class Log:
         self.file = path.open("a", buffering=1)
         self.writer = SummaryWriter(folder, purge_step=start)
         if start == 0:
-            self.write_points(means_of(before))
+            self.write_points(evaluation_means(before))
 
     def write(self, metrics):
         """metrics: {name: number} of a step, `step` among them."""
@@ -413,7 +411,7 @@ def report(log: Log, before, after):
     if not is_main():
         return
     folder = log.folder
-    log.write_points(means_of(after))
+    log.write_points(evaluation_means(after))
     summary = {"before": before.statistics, "after": after.statistics}
     write(folder / "summary.json", json.dumps(summary, indent=2))
     outputs = []

@@ -250,15 +250,12 @@ def locate(targets, start, size):
     return nearest, nearest == columns
 
 
-MAX_KEPT = 2**28  # logits of a pass that may stay in memory for the backward pass, 1 GiB in fp32
-
-
 class HeadLogps(torch.autograd.Function):
     """log softmax(z)[target], (N,), of the logits z = head(hidden) / temperature, (N, V), in fp32 or wider.
 
     z would be the largest tensor of a pass by far. Here it never is one: it comes in blocks of block_size
-    columns, which the backward pass computes again if there are more than MAX_KEPT. (With blocks of tokens
-    d_weight would be a sum over blocks, which rounds.) With L = log Σ_v exp z_v,
+    columns, which the backward pass computes again. (With blocks of tokens d_weight would be a sum over
+    blocks, which rounds.) With L = log Σ_v exp z_v,
 
         log softmax(z)[target] = z[target] - L
         its gradient in z      = onehot(target) - exp(z - L)
@@ -268,11 +265,8 @@ class HeadLogps(torch.autograd.Function):
     def forward(ctx, hidden, targets, weight, bias, block_size, softcap, temperature):
         # hidden (N, D), targets (N,), weight (V, D), bias (V,) or None
         ctx.settings = (block_size, softcap, temperature)
-        ctx.kept = []  # blocks
-        N = len(hidden)
-        keep = ctx.needs_input_grad[0] and N * len(weight) <= MAX_KEPT
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        L = hidden.new_full((N, 1), -math.inf, dtype=dtype)  # of the blocks so far
+        L = hidden.new_full((len(hidden), 1), -math.inf, dtype=dtype)  # of the blocks so far
         z_target = torch.full_like(L, math.nan)  # it stays so if a token is not in the vocabulary
         for start in range(0, len(weight), block_size):
             z = head_logits(hidden, weight, bias, start, *ctx.settings)
@@ -280,8 +274,6 @@ class HeadLogps(torch.autograd.Function):
             L = torch.logaddexp(L, L_block)
             columns, inside = locate(targets, start, z.shape[1])
             z_target = torch.where(inside, z.gather(1, columns), z_target)
-            if keep:
-                ctx.kept.append(z)
             del z  # or two blocks would be in memory at once
         ctx.save_for_backward(hidden, targets, weight, bias, L)
         return (z_target - L).sum(-1)  # not [:, 0], a view: FSDP2 warns of those
@@ -298,10 +290,7 @@ class HeadLogps(torch.autograd.Function):
         d_bias = None if bias is None else torch.empty_like(bias)
         for start in range(0, len(weight), block_size):
             tokens = slice(start, start + block_size)
-            if ctx.kept:
-                z = ctx.kept.pop(0)
-            else:
-                z = head_logits(hidden, weight, bias, start, *ctx.settings)
+            z = head_logits(hidden, weight, bias, start, *ctx.settings)
             if softcap:
                 slope = 1 - (z * (temperature / softcap)) ** 2  # of tanh
             columns, inside = locate(targets, start, z.shape[1])
@@ -326,19 +315,16 @@ def loop_attention(
     key,
     value,
     attention_mask,
-    starts=None,
+    starts,
     **options,
 ):
     """Causal attention within each of the sequences that stand in one row, (1, heads, ΣT, head size).
 
-    transformers calls it, with what `pack` has put beside the token ids.
+    transformers calls it with `starts`, which `pack` has put beside the token ids. A model that is called in
+    another way than by `token_logps` gets a TypeError for want of them.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward  # it takes half a second
 
-    # A person's own forward pass, not `token_logps`. transformers makes no mask for an attention that is not
-    # its own, so this is causal and no more: padding on the left would be seen.
-    if starts is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     lengths = starts.diff().tolist()
     queries = query.split(lengths, dim=2)
     keys = key.split(lengths, dim=2)
@@ -356,13 +342,11 @@ def varlen_attention(
     key,
     value,
     attention_mask,
-    starts=None,
-    longest=None,
+    starts,
+    longest,
     **options,
 ):
     """The same by one kernel for all sequences, which CUDA has for bf16 and most head sizes."""
-    if starts is None:
-        return loop_attention(module, query, key, value, attention_mask, **options)
     output = varlen_attn(
         query[0].transpose(0, 1),  # (ΣT, heads, head size)
         key[0].transpose(0, 1),
@@ -461,7 +445,7 @@ def token_logps(
     input_ids,
     mask,
     temperature: float = 1.0,
-    max_logits: int = 2**23,
+    block_size: int = 2048,
 ):
     """log π(y_t | x, y_<t) of every completion token, (B, T) in fp32 or wider, 0 where mask is 0.
 
@@ -473,7 +457,7 @@ def token_logps(
         input_ids: (B, T), padded on the right.
         mask: (B, T), 1 at the tokens to score; a sequence's first token has no prediction.
         temperature: that of sampling where it belongs to the policy that is trained (grpo_math), else 1.
-        max_logits: computed at once.
+        block_size: tokens of the vocabulary whose logits are computed at once.
     """
     selected = mask.bool()
     if selected[:, 0].any():
@@ -482,8 +466,6 @@ def token_logps(
     config = model.config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
     targets = input_ids[selected]  # (N,)
-    block_size = max_logits // max(1, len(targets))
-    block_size = max(256, block_size // 256 * 256)  # GPUs like multiples
     inputs = {"input_ids": input_ids}
     predicting = selected.roll(-1, 1)  # a token is predicted one place before
     if model.config._attn_implementation in PACKED:
@@ -546,9 +528,8 @@ def completion_logps(model, examples: list[Example]):
     for indices in make_micro_batches(lengths, world)[dist.get_rank() :: world]:
         # A rank with nothing to do must still take part in gathering weights: it reads some example.
         rows = indices or [0]
-        longest = max(lengths[i] for i in rows)
-        values = token_logps(model, input_ids[rows, :longest], mask[rows, :longest])
-        logps[indices, :longest] = values[: len(indices)].double()
+        values = token_logps(model, input_ids[rows], mask[rows])
+        logps[indices] = values[: len(indices)].double()
     dist.all_reduce(logps)
     return logps.cpu(), mask.double().cpu()
 
@@ -607,10 +588,7 @@ def load_pretrained(auto, name: str, **options):
 
 def checksum(model) -> int:
     """Of the first numbers of every weight, for ranks to compare what they have read."""
-    total = 0
-    for weight in model.parameters():
-        total += torch.hash_tensor(weight.flatten()[:1000]).item()
-    return total
+    return sum(torch.hash_tensor(weight.flatten()[:1000]).item() for weight in model.parameters())
 
 
 CHECKED = 8  # samples of every round whose log-probs the policy must have too
@@ -647,7 +625,7 @@ class TransformersEngine:
         self.max_length = sampler.max_length
         self.model.generation_config = GenerationConfig(  # none of the model's own settings
             do_sample=True,
-            temperature=sampler.temperature or 1e-6,  # 0: greedy
+            temperature=sampler.temperature,
             top_p=sampler.top_p,
             top_k=0,
             remove_invalid_values=True,  # NaN is for check_engine to report
@@ -687,8 +665,7 @@ class VllmEngine:
     def __init__(self, sampler):
         # It logs much, reports its use to its makers, and asks for the rank without torchrun too.
         defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "RANK": "0", "LOCAL_RANK": "0"}
-        for name, value in defaults.items():
-            os.environ.setdefault(name, value)
+        os.environ.update(defaults | os.environ)  # what is set already wins
         from vllm import LLM, SamplingParams, _custom_ops
 
         self.sleeps = sampler.device.type == "cuda"
@@ -771,7 +748,7 @@ class Sampler:
     engine: str  # vllm, hf, or auto: vLLM where installed
     max_length: int  # of prompt and completion, tokens
     max_new_tokens: int
-    temperature: float  # 0: greedy
+    temperature: float
     top_p: float
     batch_size: int  # sequences, for hf
     vllm_memory: float  # share of a GPU's

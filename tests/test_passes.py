@@ -116,14 +116,13 @@ def test_packed_values_and_gradients_are_those_of_each_sequence_alone(name, chec
         torch.testing.assert_close(gradient, other, rtol=100 * tolerance, atol=tolerance)
 
 
-def test_a_packed_model_that_is_called_by_itself_reads_every_row_as_a_sequence():
+def test_a_packed_model_does_not_run_without_where_its_sequences_start():
     model = build("llama", SIZES)
-    input_ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-    expected = model(input_ids).logits
     choose_attention(model, LONGEST)
     for implementation in PACKED:
         model.set_attn_implementation(implementation)
-        torch.testing.assert_close(model(input_ids).logits, expected, rtol=1e-9, atol=1e-9)
+        with pytest.raises(TypeError, match="starts"):
+            model(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
 
 
 @pytest.mark.parametrize("what", PADDED)

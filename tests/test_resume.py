@@ -214,9 +214,9 @@ def test_ranks_that_outlive_torchrun_keep_the_folder_and_can_be_ended(tmp_path):
 
 
 def test_no_rank_takes_what_rank_0_writes_for_an_older_run(tmp_path, monkeypatch):
-    """Metrics without a checkpoint are a run that cannot go on, so all ranks must have looked for one before
-    rank 0 writes metrics. Without evaluation nothing but the hash of the data makes them wait there."""
-    monkeypatch.setenv("KILL", "newest_checkpoint late")
+    """Metrics without a checkpoint are a run that cannot go on, so all ranks must have looked for them before
+    rank 0 writes some."""
+    monkeypatch.setenv("KILL", "find_checkpoints late")
     arguments = [*DPO, "--num-steps", "2", "--eval-dataset", "", "--output-dir", str(tmp_path / "run")]
     run_ranks(2, [arguments], "killing_worker.py")
     assert lines(tmp_path / "run") == 2

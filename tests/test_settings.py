@@ -94,7 +94,7 @@ def test_ipo_is_an_edit_of_one_line():
     assert loss.item() == pytest.approx((0.75 + 0.25 - 5) ** 2)
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("schedule", ["constant_with_warmup", "linear", "cosine"])
 def test_the_learning_rate_follows_its_schedule(schedule, tmp_path):
 
     flags = [
@@ -114,7 +114,7 @@ def test_the_learning_rate_follows_its_schedule(schedule, tmp_path):
     rates = [line["lr"] / 1e-4 for line in metrics(tmp_path / "run")]
     left = [8 / 8, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0]  # of the steps behind the warmup
     behind = {
-        "constant": [1.0] * 9,
+        "constant_with_warmup": [1.0] * 9,
         "linear": left,
         "cosine": [0.5 + 0.5 * math.cos(math.pi * (1 - share)) for share in left],
     }
