@@ -11,7 +11,7 @@ Differs from equation 1 as the paper's online GRPO does (C.1.4):
     - The KL penalty is against the ratio's reference, not against a fixed policy.
 Differs from the paper in (docs/grpo.md):
     - Advantages are 0 where all rewards of a group are equal.
-    - The gradient norm is one norm over all shards and ranks, not one for each rank.
+    - The gradient norm is one norm over all shards and ranks; in the paper's listing each rank has its own.
 
 B sequences, T tokens. Log-probs are in nats. A mask is 1 at completion tokens, else 0. An Example is a prompt
 with one completion, a group the G examples of one prompt.
@@ -47,7 +47,7 @@ class Args:
     # algorithm
     beta: float = 0.01  # weight of the KL penalty (Table 3)
     epsilon: float = 0.15  # the ratio is clipped to 1 ± ε (Table 3; offline without humanline pass 0.5)
-    group_size: int = 2  # G. 2: a prompt's best and worst, A = ±1 (C.1.4). More: all G; online G are sampled
+    group_size: int = 2  # G. 2: best and worst of --samples-per-prompt, A = ±1 (C.1.4). More: all
     # humanline
     humanline: bool = True  # --no-humanline: no clipping, no syncing but at the start of a round
     k: int = 1  # optimizer steps between syncs of the reference (paper: 1)
@@ -85,7 +85,7 @@ class Args:
     online: bool = False  # rounds of samples (Algorithm 1)
     reward_model: str = ""  # classifier with one output
     round_prompts: int = 1024  # prompts per round (Table 1)
-    samples_per_prompt: int = 8  # best and worst make a pair (Table 1); --group-size above 2 replaces it
+    samples_per_prompt: int = 8  # best and worst make a pair (Table 1); a larger --group-size wins
     reward_threshold: float = 0.01  # τ, least difference in a pair (Table 1), also of a row with scores
     # sampling
     max_new_tokens: int = 2048  # tokens (paper: 2048); training reads those up to --max-length
@@ -158,7 +158,9 @@ def group_advantages(rewards):
 
 
 def clip_log_ratio(args, log_ratio):
-    """What the loss sees of log π_θ/π_ref, (B, T): beyond a bound the bound, which has no gradient."""
+    """log π_θ/π_ref for the loss (of GRPO's for the ratio alone), (B, T): beyond a bound the bound, which has
+    no gradient.
+    """
     if not args.humanline or not args.clip:
         return log_ratio
     return log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)  # humanline clipping (§5.1, Figure 4)
@@ -193,33 +195,33 @@ def load_rows(name: str, split: str):
 
 
 def encode_row(args, tokenizer, eos_ids, row):
-    """The group of a row: a pair's, a scored one's, or a prompt alone. Change it to read other columns.
+    """The group of a row: a pair, scored completions (best and worst if G = 2, else all), or a prompt alone.
+
+    Change it, and `read_pair`, to read other columns.
 
     Raises utils.CannotTrain if the row is to be left out, and another exception if it is malformed.
     """
     utils.check_columns(row)  # an error for text in other columns, such as "system" (utils.NOT_READ)
     prompt, completions = read_pair(row)
-    scores = [1.0, 0.0]  # of chosen and rejected (C.1.3); a prompt alone needs none
-    if "scores" in row:  # the row lists its completions, and has no chosen and rejected
-        completions = row["completions"]
-        scores = row["scores"]
-        if len(completions) != len(scores) or not np.isfinite(scores).all():
-            raise ValueError("every completion needs a score")
-    examples = encode_group(args, tokenizer, eos_ids, prompt, completions, scores)
-    if not completions:  # a prompt alone
-        return examples
-    group = make_group(args, examples)  # best and worst if G = 2, else all; main checks that they are G
+    if "scores" not in row:  # a pair is a group of two (C.1.3); a prompt alone needs no score
+        return encode_group(args, tokenizer, eos_ids, prompt, completions, [1.0, 0.0])
+    completions = row["completions"]
+    scores = row["scores"]
+    if len(completions) != len(scores) or not np.isfinite(scores).all():
+        raise ValueError("every completion needs a score")
+    group = make_group(args, encode_group(args, tokenizer, eos_ids, prompt, completions, scores))
     if not group:
         raise utils.CannotTrain("its scores are equal, or differ by less than --reward-threshold")
     return group
 
 
 def read_pair(row):
-    """Prompt, and [chosen, rejected], or [] where the row has neither.
+    """Prompt, and [chosen, rejected], or [] where the row has neither. With messages Q and A:
 
-    Of texts: {"prompt": "Q", "chosen": "A", "rejected": "B"}. Of messages: chosen and rejected are lists, and
-    the last message is the completion. Those before it are the prompt, and `prompt` may be absent, or the
-    same again, or one of them as text (UltraFeedback). If there are none, `prompt` is the prompt.
+    {"prompt": "text", "chosen": "text", "rejected": "text"}
+    {"prompt": [Q], "chosen": [A], "rejected": [A]}
+    {"chosen": [Q, A], "rejected": [Q, A]}
+    {"prompt": "text of Q", "chosen": [Q, A], "rejected": [Q, A]}  # UltraFeedback
     """
     prompt = row.get("prompt", row.get("instruction"))
     chosen = row.get("chosen")
@@ -233,7 +235,7 @@ def read_pair(row):
         if history and prompt not in (None, history, *texts):
             raise ValueError("chosen and rejected do not begin with the prompt")
         prompt = history or prompt
-        chosen, rejected = [last_chosen], [last_rejected]
+        chosen, rejected = [last_chosen], [last_rejected]  # as in the second form
     if prompt is None:
         raise ValueError(f"no prompt in the columns {', '.join(row)}")
     if chosen is None and rejected is None:
@@ -369,24 +371,24 @@ def load_models(args, reference_dtype: torch.dtype, device):
     longest = max(args.max_length, args.max_prompt_length + args.max_new_tokens)
     utils.check_positions(config, longest, args.max_new_tokens)
     config.dtype = None  # so that "auto" is the files' dtype
-    # The files are memory-mapped, in pages that all ranks share. The policy is cast after sharding, which
-    # moves a rank's shards to its device, so that no rank ever holds the whole model in fp32.
-    models = []
-    for dtype in ("auto", reference_dtype):  # the policy is cast to fp32 below
+
+    def load(dtype):
         model = utils.load_pretrained(AutoModelForCausalLM, args.model, config=config, dtype=dtype, **options)
         run.compare_ranks("the checksum of --model's weights", utils.checksum(model))
-        models.append(shard_model(args, model, device))
-    policy, reference = models
-    policy.to(torch.float32).eval()  # dropout would part it from the reference
-    reference.eval().requires_grad_(False)
+        return shard_model(args, model, device)
+
+    # In the files' dtype they are memory-mapped, in pages that all ranks share. The policy is cast behind
+    # sharding, which moves a rank's shards to its device: no rank ever holds the whole model in fp32.
+    policy = load("auto").to(torch.float32).eval()  # dropout would part it from the reference
+    reference = load(reference_dtype).eval().requires_grad_(False)
     for name, buffer in policy.named_buffers():
-        # Gemma's scale is rounded to the dtype of loading, which differs: both get the reference's.
+        # Gemma's embed_scale is rounded to the dtype of loading. Both models must have the same.
         buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
         for block in decoder_blocks(policy):
             block.training = True  # not its children; in eval mode it would do nothing
-    for model in models:
+    for model in (policy, reference):
         attention = utils.choose_attention(model, longest)
         if args.compile:
             for block in decoder_blocks(model):
@@ -471,7 +473,7 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
     """
     values = {}
     logps = None
-    groups = [group for group in held_out if len(group) > 1]
+    groups = [group for group in held_out if group[0].reward > group[-1].reward]
     if groups:
         examples = [group[0] for group in groups] + [group[-1] for group in groups]
         logps, _ = utils.completion_logps(policy, examples)  # (2P, T)
@@ -488,8 +490,8 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
             values[f"eval/{name}"] = statistic  # length, finished, and reward if there is a reward model
         if args.reward_model:
             baseline = initial.samples if initial else samples
-            rewards = [sample.reward for sample in baseline]
-            values["eval/win_rate"] = utils.win_rate(values["eval/reward"], torch.tensor(rewards).double())
+            rewards = torch.tensor([sample.reward for sample in baseline], dtype=torch.float64)
+            values["eval/win_rate"] = utils.win_rate(values["eval/reward"], rewards)
     return Evaluation(utils.means(values), logps, samples)
 
 
@@ -543,7 +545,7 @@ def main(args: Args):
         policy, reference = load_models(args, reference_dtype, device)
     with run.exit_on_error(f"--reward-model {args.reward_model}"):
         sampler = make_sampler(args, tokenizer, eos_ids, reference_dtype, device)
-    # Fused, or CUDA needs a copy of one of its states. The loop sets rate, ε and decay, so new flags win.
+    # Fused: the other one on CUDA makes a temporary tensor as large as a moment. The loop sets its numbers.
     optimizer = torch.optim.AdamW(policy.parameters(), fused=device.type == "cuda")
     lr_factor = run.lr_schedule(args, optimizer)  # of a step, from 1: its share of --lr
 
@@ -571,7 +573,7 @@ def main(args: Args):
                 new_groups, rollout = sample_round(args, sampler, policy, groups, progress.round)
                 progress.pool += new_groups  # behind what is left of the last round
                 metrics |= rollout
-                sync_reference(reference, policy)  # Algorithm 1: the policy at the start of the round
+                sync_reference(reference, policy)  # Algorithm 1, also without humanline: of the round's start
                 progress.last_round = step
                 progress.last_sync = step
             batch = progress.pool[:groups_per_step]
@@ -588,11 +590,11 @@ def main(args: Args):
         # the gradient of the mean loss over the completion tokens of all ranks and passes
         completion_tokens = sum(len(example.completion_ids) for example in examples)
         lengths = [example.length for example in examples]
-        # as many for every rank
+        # this rank's passes; every rank has as many
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
         means = run.Means()
         for number, indices in enumerate(micro_batches, 1):
-            # On a GPU summed over ranks in every pass, to save memory; else in the last, to save roundings.
+            # Over ranks in every pass, to save memory; on a CPU in the last, for the digits of one rank.
             policy.set_requires_gradient_sync(device.type == "cuda" or number == len(micro_batches))
             policy.set_requires_all_reduce(number == len(micro_batches))  # over the copies of HSDP
             input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
@@ -620,13 +622,13 @@ def main(args: Args):
         if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
             run.fail(f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; lower --lr")
 
-        # the update, and before it the sync, at steps 0, k, 2k: then the reference is 1 to k updates behind
+        # the update, and before it the sync, at steps 0, k, 2k: offline the reference is 1 to k behind
         metrics["humanline/steps_since_sync"] = step - progress.last_sync
         if args.humanline and args.sync == "before_step" and step % args.k == 0:
             sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
             progress.last_sync = step
         metrics["lr"] = args.lr * lr_factor(step + 1)
-        for param_group in optimizer.param_groups:
+        for param_group in optimizer.param_groups:  # a checkpoint has other ones, but flags win
             param_group.update(lr=metrics["lr"], eps=args.adam_eps, weight_decay=args.weight_decay)
         optimizer.step()
         optimizer.zero_grad()

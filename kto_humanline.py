@@ -10,7 +10,7 @@ Differs from the paper in (docs/kto.md):
     - There is one reference point z_0 for each optimizer step, not for each microbatch.
     - z_0 takes a completion of another prompt, on pairs the same half; the authors' code, the next example.
     - z_0 is the mean over all of these; the paper's listing leaves out those of exactly 0.
-    - The gradient norm is one norm over all shards and ranks, not one for each rank.
+    - The gradient norm is one norm over all shards and ranks; in the paper's listing each rank has its own.
     - Completion masks say which tokens count; the paper's listing counts log-ratios that are not exactly 0.
 
 B sequences, T tokens. Log-probs are in nats. A mask is 1 at completion tokens, else 0. An Example is a prompt
@@ -144,7 +144,9 @@ def kto_loss(log_ratio, mask, desirable, z_0: float, beta: float, lambda_D: floa
 
 
 def clip_log_ratio(args, log_ratio):
-    """What the loss sees of log π_θ/π_ref, (B, T): beyond a bound the bound, which has no gradient."""
+    """log π_θ/π_ref for the loss (of GRPO's for the ratio alone), (B, T): beyond a bound the bound, which has
+    no gradient.
+    """
     if not args.humanline or not args.clip:
         return log_ratio
     return log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)  # humanline clipping (§5.1, Figure 4)
@@ -216,11 +218,12 @@ def encode_row(args, tokenizer, eos_ids, row):
 
 
 def read_pair(row):
-    """Prompt, and [chosen, rejected], or [] where the row has neither.
+    """Prompt, and [chosen, rejected], or [] where the row has neither. With messages Q and A:
 
-    Of texts: {"prompt": "Q", "chosen": "A", "rejected": "B"}. Of messages: chosen and rejected are lists, and
-    the last message is the completion. Those before it are the prompt, and `prompt` may be absent, or the
-    same again, or one of them as text (UltraFeedback). If there are none, `prompt` is the prompt.
+    {"prompt": "text", "chosen": "text", "rejected": "text"}
+    {"prompt": [Q], "chosen": [A], "rejected": [A]}
+    {"chosen": [Q, A], "rejected": [Q, A]}
+    {"prompt": "text of Q", "chosen": [Q, A], "rejected": [Q, A]}  # UltraFeedback
     """
     prompt = row.get("prompt", row.get("instruction"))
     chosen = row.get("chosen")
@@ -234,7 +237,7 @@ def read_pair(row):
         if history and prompt not in (None, history, *texts):
             raise ValueError("chosen and rejected do not begin with the prompt")
         prompt = history or prompt
-        chosen, rejected = [last_chosen], [last_rejected]
+        chosen, rejected = [last_chosen], [last_rejected]  # as in the second form
     if prompt is None:
         raise ValueError(f"no prompt in the columns {', '.join(row)}")
     if chosen is None and rejected is None:
@@ -385,24 +388,24 @@ def load_models(args, reference_dtype: torch.dtype, device):
     longest = max(args.max_length, args.max_prompt_length + args.max_new_tokens)
     utils.check_positions(config, longest, args.max_new_tokens)
     config.dtype = None  # so that "auto" is the files' dtype
-    # The files are memory-mapped, in pages that all ranks share. The policy is cast after sharding, which
-    # moves a rank's shards to its device, so that no rank ever holds the whole model in fp32.
-    models = []
-    for dtype in ("auto", reference_dtype):  # the policy is cast to fp32 below
+
+    def load(dtype):
         model = utils.load_pretrained(AutoModelForCausalLM, args.model, config=config, dtype=dtype, **options)
         run.compare_ranks("the checksum of --model's weights", utils.checksum(model))
-        models.append(shard_model(args, model, device))
-    policy, reference = models
-    policy.to(torch.float32).eval()  # dropout would part it from the reference
-    reference.eval().requires_grad_(False)
+        return shard_model(args, model, device)
+
+    # In the files' dtype they are memory-mapped, in pages that all ranks share. The policy is cast behind
+    # sharding, which moves a rank's shards to its device: no rank ever holds the whole model in fp32.
+    policy = load("auto").to(torch.float32).eval()  # dropout would part it from the reference
+    reference = load(reference_dtype).eval().requires_grad_(False)
     for name, buffer in policy.named_buffers():
-        # Gemma's scale is rounded to the dtype of loading, which differs: both get the reference's.
+        # Gemma's embed_scale is rounded to the dtype of loading. Both models must have the same.
         buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
         for block in decoder_blocks(policy):
             block.training = True  # not its children; in eval mode it would do nothing
-    for model in models:
+    for model in (policy, reference):
         attention = utils.choose_attention(model, longest)
         if args.compile:
             for block in decoder_blocks(model):
@@ -509,8 +512,8 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
             values[f"eval/{name}"] = statistic  # length, finished, and reward if there is a reward model
         if args.reward_model:
             baseline = initial.samples if initial else samples
-            rewards = [sample.reward for sample in baseline]
-            values["eval/win_rate"] = utils.win_rate(values["eval/reward"], torch.tensor(rewards).double())
+            rewards = torch.tensor([sample.reward for sample in baseline], dtype=torch.float64)
+            values["eval/win_rate"] = utils.win_rate(values["eval/reward"], rewards)
     return Evaluation(utils.means(values), logps, samples)
 
 
@@ -559,7 +562,7 @@ def main(args: Args):
         policy, reference = load_models(args, reference_dtype, device)
     with run.exit_on_error(f"--reward-model {args.reward_model}"):
         sampler = make_sampler(args, tokenizer, eos_ids, reference_dtype, device)
-    # Fused, or CUDA needs a copy of one of its states. The loop sets rate, ε and decay, so new flags win.
+    # Fused: the other one on CUDA makes a temporary tensor as large as a moment. The loop sets its numbers.
     optimizer = torch.optim.AdamW(policy.parameters(), fused=device.type == "cuda")
     lr_factor = run.lr_schedule(args, optimizer)  # of a step, from 1: its share of --lr
 
@@ -586,7 +589,7 @@ def main(args: Args):
                 new_groups, rollout = sample_round(args, sampler, policy, groups, progress.round)
                 progress.pool += new_groups  # behind what is left of the last round
                 metrics |= rollout
-                sync_reference(reference, policy)  # Algorithm 1: the policy at the start of the round
+                sync_reference(reference, policy)  # Algorithm 1, also without humanline: of the round's start
                 progress.last_round = step
                 progress.last_sync = step
             batch = progress.pool[:groups_per_step]
@@ -603,11 +606,11 @@ def main(args: Args):
 
         # the gradient of the mean loss over the examples of all ranks and passes
         lengths = [example.length for example in examples]
-        # as many for every rank
+        # this rank's passes; every rank has as many
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
         means = run.Means()
         for number, indices in enumerate(micro_batches, 1):
-            # On a GPU summed over ranks in every pass, to save memory; else in the last, to save roundings.
+            # Over ranks in every pass, to save memory; on a CPU in the last, for the digits of one rank.
             policy.set_requires_gradient_sync(device.type == "cuda" or number == len(micro_batches))
             policy.set_requires_all_reduce(number == len(micro_batches))  # over the copies of HSDP
             in_pass = [examples[i] for i in indices]
@@ -636,13 +639,13 @@ def main(args: Args):
         if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
             run.fail(f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; lower --lr")
 
-        # the update, and before it the sync, at steps 0, k, 2k: then the reference is 1 to k updates behind
+        # the update, and before it the sync, at steps 0, k, 2k: offline the reference is 1 to k behind
         metrics["humanline/steps_since_sync"] = step - progress.last_sync
         if args.humanline and args.sync == "before_step" and step % args.k == 0:
             sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
             progress.last_sync = step
         metrics["lr"] = args.lr * lr_factor(step + 1)
-        for param_group in optimizer.param_groups:
+        for param_group in optimizer.param_groups:  # a checkpoint has other ones, but flags win
             param_group.update(lr=metrics["lr"], eps=args.adam_eps, weight_decay=args.weight_decay)
         optimizer.step()
         optimizer.zero_grad()

@@ -64,11 +64,12 @@ def parse_args(Args, file: str, doc: str, toy, toy_online, flags=None):
     return args
 
 
-# Least values. Of flags that are not here it is 0. A group of one has no advantage.
-COUNTS = "k batch_size prompts_per_step sample_every round_prompts samples_per_prompt max_length"
+# Least values. Of flags that are not here it is 0. A group of one has no advantage, and is no pair.
+COUNTS = "k batch_size prompts_per_step sample_every round_prompts max_length"
 COUNTS += " max_new_tokens eval_samples_per_problem generation_batch_size vllm_tensor_parallel"
 LEAST = dict.fromkeys(COUNTS.split(), 1)
-LEAST |= dict(group_size=2, max_grad_norm=1e-9, temperature=1e-9, top_p=1e-9, log_epsilon_P=-math.inf)
+LEAST |= dict(group_size=2, samples_per_prompt=2)
+LEAST |= dict(max_grad_norm=1e-9, temperature=1e-9, top_p=1e-9, log_epsilon_P=-math.inf)
 MOST = dict(top_p=1, warmup_fraction=1, vllm_memory=1, log_epsilon_P=-1e-9)
 
 
@@ -164,9 +165,9 @@ class Progress:
     data_hash: str  # a resume must read the same data
     step: int = 0  # optimizer steps made
     last_sync: int = 0  # the reference is the policy as it was when this step began
-    last_round: int = 0  # the pool was sampled when this step began
+    last_round: int = 0  # the last round was sampled when this step began
     round: int = 0  # rounds of samples drawn
-    pool: list = field(default_factory=list)  # groups of the last round that wait for a step
+    pool: list = field(default_factory=list)  # sampled groups that wait for a step
 
 
 def hash_data(groups: list[tuple]) -> str:

@@ -154,8 +154,10 @@ def encode(
     whole.encode()  # an error if there is half a character, which no tokenizer reads
     prompt_ids = tokenizer(before, add_special_tokens=special).input_ids
     ids = tokenizer(whole, add_special_tokens=special).input_ids
+    # Some tokenizers append an end of turn to every text. A prompt must not have it, if its text does not. To
+    # `ids` it does no harm, since a completion gets one below.
     if prompt_ids[-1:] == [tokenizer.eos_token_id] and not before.rstrip().endswith(tokenizer.eos_token):
-        prompt_ids.pop()  # some tokenizers add one, to `ids` as well, which ends there in any case
+        prompt_ids.pop()
 
     if mostly_unknown(tokenizer, ids):
         raise CannotTrain("most of its tokens are unknown to the tokenizer")
@@ -234,10 +236,10 @@ def matmul_fp32(a, b):
 
 def head_logits(hidden, weight, bias, start, block_size, softcap, temperature):
     """A block of the head's logits / temperature, (N, block_size): columns `start` and following."""
-    tokens = slice(start, start + block_size)
-    z = matmul_fp32(hidden, weight[tokens].T)
+    block = slice(start, start + block_size)
+    z = matmul_fp32(hidden, weight[block].T)
     if bias is not None:
-        z += bias[tokens]
+        z += bias[block]
     if softcap:  # Gemma 2: softcap · tanh(z / softcap)
         return z.div_(softcap).tanh_().mul_(softcap / temperature)
     return z.div_(temperature)
@@ -254,8 +256,8 @@ class HeadLogps(torch.autograd.Function):
     """log softmax(z)[target], (N,), of the logits z = head(hidden) / temperature, (N, V), in fp32 or wider.
 
     z would be the largest tensor of a pass by far. Here it never is one: it comes in blocks of block_size
-    columns, which the backward pass computes again. (With blocks of tokens d_weight would be a sum over
-    blocks, which rounds.) With L = log Σ_v exp z_v,
+    columns, which the backward pass computes again. (With blocks of rows d_weight would be a bf16 sum of
+    blocks.) With L = log Σ_v exp z_v,
 
         log softmax(z)[target] = z[target] - L
         its gradient in z      = onehot(target) - exp(z - L)
@@ -282,29 +284,29 @@ class HeadLogps(torch.autograd.Function):
     def backward(ctx, d_logps):
         hidden, targets, weight, bias, L = ctx.saved_tensors
         block_size, softcap, temperature = ctx.settings
-        # At its end d_z is the gradient in head(hidden): (d logps / d z) · (d z / d head(hidden)). The
-        # second factor is 1 / temperature, times the slope of tanh.
         scaled = d_logps[:, None] / temperature  # (N, 1)
         d_hidden = torch.zeros_like(hidden, dtype=L.dtype)
         d_weight = torch.empty_like(weight)
         d_bias = None if bias is None else torch.empty_like(bias)
         for start in range(0, len(weight), block_size):
-            tokens = slice(start, start + block_size)
+            block = slice(start, start + block_size)
             z = head_logits(hidden, weight, bias, start, *ctx.settings)
             if softcap:
                 slope = 1 - (z * (temperature / softcap)) ** 2  # of tanh
             columns, inside = locate(targets, start, z.shape[1])
-            # In place: one more tensor of this size would double the peak of the backward pass.
-            d_z = z.sub_(L).exp_().mul_(-scaled)
-            d_z.scatter_add_(1, columns, torch.where(inside, scaled, 0))
+            # The gradient in head(hidden) before softcap and temperature:
+            # d_raw = (onehot - softmax) · d_logps / temperature [· slope]. In place, since one more tensor of
+            # this size would double the peak of the backward pass.
+            d_raw = z.sub_(L).exp_().mul_(-scaled)
+            d_raw.scatter_add_(1, columns, torch.where(inside, scaled, 0))
             if softcap:
-                d_z.mul_(slope)
+                d_raw.mul_(slope)
             if bias is not None:
-                d_bias[tokens] = d_z.sum(0)
-            d_z = d_z.to(weight.dtype)  # bf16 factors again
-            d_hidden += matmul_fp32(d_z, weight[tokens])
-            d_weight[tokens] = matmul_fp32(d_z.T, hidden)
-            del z, d_z
+                d_bias[block] = d_raw.sum(0)
+            d_raw = d_raw.to(weight.dtype)  # bf16 factors again
+            d_hidden += matmul_fp32(d_raw, weight[block])
+            d_weight[block] = matmul_fp32(d_raw.T, hidden)
+            del z, d_raw
         return d_hidden.to(hidden.dtype), None, d_weight, d_bias, None, None, None
 
 
@@ -363,61 +365,6 @@ def varlen_attention(
 
 
 PACKED = {"varlen": varlen_attention, "loop": loop_attention}
-
-
-@torch.no_grad()
-def choose_attention(model, longest: int) -> str:
-    """Lets `token_logps` leave out padding, if a trial shows that this changes nothing.
-
-    The trial is two equal sequences of 16 tokens: the log-probs of the first 8 must be those of the model's
-    own logits of 8 tokens alone. They are not if packed sequences see each other (the second would see all of
-    the first), or if a token sees later ones (the other 8). It is made with the attentions that need no
-    padding, then with the model's own. Returns the attention chosen, and why none before it was. Raises
-    ValueError if all fail.
-
-    longest: tokens of a sequence in training.
-    """
-    for name, function in PACKED.items():
-        transformers.AttentionInterface.register(name, function)  # here: it takes a second
-    config = model.config.get_text_config()
-    # The model would apply a factor to the log-probs. In bf16 the trial's limit may be too wide to show that.
-    for factor in ("logits_scaling", "logit_scale", "lm_head_multiplier"):
-        if getattr(config, factor, None) not in (None, 1):
-            raise ValueError(f"its logits have a factor, {factor}, which `token_logps` leaves out")
-    text = torch.arange(1, 17, device=model.device) % config.vocab_size
-    half = text[:8]
-    logits = model(input_ids=half[None], use_cache=False).logits[0]  # (8, V)
-    expected = -F.cross_entropy(logits[:-1].float(), half[1:], reduction="none")  # (7,)
-
-    own = model.config._attn_implementation
-    window = getattr(config, "sliding_window", None) or longest  # the packed ones have none
-    other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    # From one sequence into the next, such as linear attention. Of layers of other kinds nothing is known.
-    carries_state = other_layers or model._is_stateful
-    # Packing replaces sdpa alone, in models that hand `starts` on and have no window or state.
-    implementations = ["loop", own]
-    reasons = ""
-    if logits.is_cuda and logits.dtype == torch.bfloat16:
-        implementations.insert(0, "varlen")
-    if own != "sdpa" or not model._supports_attention_backend or longest > window or carries_state:
-        implementations = [own]
-        reasons = "; packing is ruled out by a window, a state or the model's code"
-    input_ids = text.expand(2, 16)
-    mask = torch.ones(2, 16, device=model.device)
-    mask[:, 0] = 0
-    limit = 0.3 if logits.dtype == torch.bfloat16 else 1e-4  # nats; two bf16 passes differ too
-    for implementation in implementations:
-        model.set_attn_implementation(implementation)
-        try:
-            logps = token_logps(model, input_ids, mask)
-        except (RuntimeError, TypeError) as error:  # a kernel lacks the head size, or grouped heads
-            reasons += f"; {implementation}: {error}"
-            continue
-        difference = (logps[:, 1:8] - expected).abs().mean()  # of (2, 7)
-        if not difference > limit:  # nan is for the evaluation to report
-            return implementation + reasons
-        reasons += f"; {implementation}: {difference:.4f} nats off"
-    raise ValueError(f"a log-prob depends on later tokens, on noise, or on a factor of the logits{reasons}")
 
 
 def pack(input_ids, selected):
@@ -490,6 +437,64 @@ def token_logps(
     return zeros.masked_scatter(selected, logps)
 
 
+@torch.no_grad()
+def choose_attention(model, longest: int) -> str:
+    """Sets the fastest attention with which `token_logps` agrees with the model's own forward pass.
+
+    They are compared on two equal sequences of 16 tokens: in both, the log-probs of the first 8 must be those
+    of 8 tokens alone. They are not
+        - if packed sequences see each other: the second would see all of the first;
+        - if a token sees later ones: the other 8.
+    First come the attentions that need no padding, then the model's own. Returns a line for the log: the
+    attention that is set, and why none before it was. Raises ValueError if all fail.
+
+    longest: tokens of a sequence in training.
+    """
+    for name, function in PACKED.items():
+        transformers.AttentionInterface.register(name, function)  # here: it takes a second
+    config = model.config.get_text_config()
+    # The model would apply such a factor to what its head returns, in `token_logps` the log-probs. In bf16
+    # the limit below may be too wide to show it.
+    for factor in ("logits_scaling", "logit_scale", "lm_head_multiplier"):
+        if getattr(config, factor, None) not in (None, 1):
+            raise ValueError(f"its logits have a factor, {factor}, which `token_logps` cannot apply")
+    text = torch.arange(1, 17, device=model.device) % config.vocab_size
+    half = text[:8]
+    logits = model(input_ids=half[None], use_cache=False).logits[0]  # (8, V)
+    expected = -F.cross_entropy(logits[:-1].float(), half[1:], reduction="none")  # (7,)
+
+    own = model.config._attn_implementation
+    window = getattr(config, "sliding_window", None) or longest  # the packed ones have none
+    other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    # Linear attention and the like carry a state along a row, from one packed sequence into the next. Layers
+    # of unknown kinds are treated as if they did.
+    may_carry_state = other_layers or model._is_stateful
+    # Packing replaces sdpa alone, in models that hand `starts` on and have no window or state.
+    implementations = ["loop", own]
+    reasons = ""
+    if logits.is_cuda and logits.dtype == torch.bfloat16:
+        implementations.insert(0, "varlen")
+    if own != "sdpa" or not model._supports_attention_backend or longest > window or may_carry_state:
+        implementations = [own]
+        reasons = "; packing is ruled out by a window, a state or the model's code"
+    input_ids = text.expand(2, 16)
+    mask = torch.ones(2, 16, device=model.device)
+    mask[:, 0] = 0
+    limit = 0.3 if logits.dtype == torch.bfloat16 else 1e-4  # nats; two bf16 passes differ too
+    for implementation in implementations:
+        model.set_attn_implementation(implementation)
+        try:
+            logps = token_logps(model, input_ids, mask)
+        except (RuntimeError, TypeError) as error:  # no kernel for the head size; `starts` not handed on
+            reasons += f"; {implementation}: {error}"
+            continue
+        difference = (logps[:, 1:8] - expected).abs().mean()  # of (2, 7)
+        if not difference > limit:  # nan is for the evaluation to report
+            return implementation + reasons
+        reasons += f"; {implementation}: {difference:.4f} nats off"
+    raise ValueError(f"a log-prob depends on later tokens, on noise, or on a factor of the logits{reasons}")
+
+
 def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int = 16384):
     """Splits sequences (or pairs) into forward passes of even work, pass i for rank i % ranks.
 
@@ -544,21 +549,20 @@ def check_positions(config, longest: int, max_new_tokens: int):
     """Raises ValueError if a model cannot read `longest` tokens, of which it samples `max_new_tokens`.
 
     Learned positions end at max_position_embeddings. Dynamic and long RoPE change for a whole pass if one
-    sequence in it is longer than the original positions. With other RoPE training may go beyond, and the
-    sampler ends samples there.
+    sequence in it is longer than the original positions. Other RoPE may go beyond in training, and a sample
+    ends at the last position: what is refused is only a sample that could never be as long as it may be.
     """
-    # "none" is ours, for models without RoPE.
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {"rope_type": "none"}
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = str(rope)  # it may be {"full_attention": {"rope_type": ...}, ...}
     positions = max_positions(config)
-    # As text, since some models have one for each type of layer: {"full_attention": {"rope_type": ...}, ...}.
-    kinds = str(rope)
-    if "none" in kinds or "dynamic" in kinds or "longrope" in kinds:
+    tokens = longest
+    if "dynamic" in kinds or "longrope" in kinds:
         positions = rope.get("original_max_position_embeddings") or positions
-    else:  # a sample is cut at the last position: refused is only what could never fit
-        longest = max_new_tokens
-    if longest > positions:
+    elif rope:
+        tokens = max_new_tokens
+    if tokens > positions:
         flags = "--max-new-tokens, --max-prompt-length, --max-length"
-        raise ValueError(f"{longest} tokens, and it has {positions} positions: lower {flags}")
+        raise ValueError(f"{tokens} tokens, and it has {positions} positions: lower {flags}")
 
 
 def load_pretrained(auto, name: str, **options):
@@ -576,9 +580,10 @@ def load_pretrained(auto, name: str, **options):
     buffers = {name.split(".")[-1] for name, _ in model.named_buffers()}
     for kind in ("missing_keys", "unexpected_keys"):
         for key in sorted(info[kind]):
-            # A buffer alone may be missing, or left over from an older version, where it may have stood in
-            # another module: its last name counts.
-            if key in weights or key.split(".")[-1] not in buffers:
+            # A buffer may be missing, or left over from an older version, where it may have stood in another
+            # module: so its last name counts (rotary_emb.inv_freq, layers.0.self_attn.rotary_emb.inv_freq).
+            is_buffer = key not in weights and key.split(".")[-1] in buffers
+            if not is_buffer:
                 raise ValueError(f"{kind} of {auto.__name__}: {key}")
     model.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}  # for run.export
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
@@ -607,6 +612,8 @@ def unchanged_process(device):
     os.environ.update(environment)
 
 
+# Two engines with the same methods: `update` takes the policy's weights, `generate` samples, `logps` returns
+# the engine's log-probs. `Sampler` below calls them.
 class TransformersEngine:
     """A whole copy of the policy on every rank, for transformers' `generate`."""
 
@@ -656,6 +663,7 @@ class TransformersEngine:
         return outputs
 
     def logps(self, input_ids, mask, reported):
+        """Its own log-probs of samples, (N,), for `check_engine`. reported: those of its `generate`."""
         return token_logps(self.model, input_ids, mask)[mask.bool()]
 
 
@@ -716,8 +724,9 @@ class VllmEngine:
             requests.append({"prompt_token_ids": list(prompts[0])})
             own = self.params.clone()
             own.seed = seed
-            # Log-probs of an engine's first samples alone, among which are those that `check_engine` reads.
-            # Of all samples they would double the time.
+            # Log-probs of this engine's first samples (0: of the sampled tokens): batch i here is batch
+            # e + i · engines of all, so the first of all, which `check_engine` reads, are among them. Of all
+            # samples they would double the time.
             own.logprobs = 0 if i < CHECKED else None
             params.append(own)
         outputs = []
@@ -733,6 +742,7 @@ class VllmEngine:
         return outputs
 
     def logps(self, input_ids, mask, reported):
+        """Those that it has reported."""
         return torch.tensor(sum(reported, []), device=mask.device)
 
 
@@ -760,7 +770,7 @@ class Sampler:
         self.running = None  # the engine, which starts when it is needed first
         if self.reward_model:
             self.judge = load_reward_model(self.reward_model, self.dtype, self.trust_remote_code)
-            check_positions(self.judge[0].config, self.max_length, 0)  # 0: with RoPE any length
+            check_positions(self.judge[0].config, self.max_length, 0)  # 0: it samples nothing
 
     @torch.no_grad()
     def sample(self, policy, prompts: list[Example], count: int, seed: tuple):
@@ -839,7 +849,7 @@ class Sampler:
         difference = (logps - of_engine).abs().mean().item()
         limit = 0.1 if self.dtype == torch.bfloat16 else 1e-4
         if not difference <= limit:  # nan neither
-            raise ValueError(f"the engine samples another model: log-probs differ by {difference} nats")
+            raise ValueError(f"the engine's model is not the policy, or not finite: {difference} nats apart")
         return difference
 
 
