@@ -1,14 +1,13 @@
 """worker.py on a pretended GPU: runs main of a script as on CUDA, or rows of benchmark/cuda_rows.py.
 
 A tensor "on the GPU" is an `OnGpu`: it says so, and has its numbers on the CPU. What CUDA would refuse is
-refused, of its own kernels two are done by other means, and what the test looks at is printed as JSON.
+refused, its own kernels are done by other means, and what the test looks at is printed as JSON.
 """
 
 import contextlib
 import importlib
 import inspect
 import json
-import math
 import os
 import sys
 from collections import Counter
@@ -17,31 +16,27 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from conftest import ROOT, parse_args
+from conftest import parse_args
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.tensor import DTensor
-from torch.nn.attention import varlen
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import AutoConfig, modeling_utils
+from transformers import modeling_utils
+from worker import argument_lists
 
 import utils
 
 GPU = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 CPU = torch.device("cpu")
-aten = torch.ops.aten
-attention = torch.ops.torch_attn
 # They take tensors of both devices.
 ACROSS = ("aten::copy_", "aten::_to_copy", "aten::_foreach_copy_", "aten::index", "aten::index_put_")
 COUNTED = {  # {operator: name}
     "aten::_fused_adamw_": "fused AdamW",
     "c10d::_reduce_scatter_base_": "gradients of a unit",
-    "torch_attn::_varlen_attn": "attention",
-    "torch_attn::_varlen_attn_backward": "attention backward",
 }
 facts = Counter()
-vocabulary = []  # its size
 samplers = []
 
 
@@ -109,7 +104,7 @@ def compute(func, args, kwargs):
             facts[COUNTED[name]] += 1
         check(name, args)
     with torch._C._DisableTorchDispatch():
-        result = KERNELS.get(name + "." + func._overloadname, func)(*args, **kwargs)
+        result = (product if func is torch.ops.aten.mm.dtype else func)(*args, **kwargs)
     return tree_map_only(torch.Tensor, on_gpu, result) if result_on_gpu else result
 
 
@@ -128,99 +123,38 @@ def check(name: str, args):
 def product(a, b, out_dtype):
     if (a.dtype, b.dtype, out_dtype) != (torch.bfloat16, torch.bfloat16, torch.float32):
         raise RuntimeError(f"a product of {a.dtype} and {b.dtype} in {out_dtype}")
-    V = vocabulary[-1]
-    kind = "logits"
-    if b.shape[1] != V:
-        kind = "d_hidden" if a.shape[1] == V else "d_weight"
+    kind = "d_hidden"
+    if not b.is_contiguous():  # transposed
+        kind = "logits"
+    if not a.is_contiguous():
+        kind = "d_weight"
     facts[kind] += 1
     return a.float() @ b.float()
 
 
-def weights_of(query, key, scale):
-    """Causal attention of a sequence, (heads, T, T) in fp32, and its keys for every head of the queries."""
-    q, k = query.float().transpose(0, 1), key.float().transpose(0, 1)
-    k = k.repeat_interleave(len(q) // len(k), 0)
-    future = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
-    scores = scale * (q @ k.transpose(1, 2))
-    return scores.masked_fill(future, -math.inf).softmax(-1), q, k
-
-
-def attend(query, key, value, starts, starts_k, longest, longest_k, is_causal, scale, window_size, *rest):
-    """torch_attn::_varlen_attn, by a loop over the sequences."""
-    check_attention(query, key, value, starts, longest)
-    check_attention(query, key, value, starts_k, longest_k)
-    assert is_causal and list(window_size) == [-1, 0], "not causal"
-    output = torch.empty_like(query)
-    ends = starts.tolist()
-    for begin, end in zip(ends, ends[1:]):
-        part = slice(begin, end)
-        P, q, _ = weights_of(query[part], key[part], scale)
-        v = value[part].float().transpose(0, 1).repeat_interleave(len(P) // value.shape[1], 0)
-        output[part] = (P @ v).transpose(0, 1).to(output.dtype)
-    lse = torch.zeros(query.shape[1], len(query))  # not read
-    return output, lse, torch.zeros(2, dtype=torch.uint64)
-
-
-def check_attention(query, key, value, starts, longest):
-    """What the kernel takes for granted, and would read wrong numbers without."""
-    heads, size = query.shape[1:]
+# === What the scripts call ===
+def varlen_attn(*args, **options):
+    """By a loop over the sequences. Raises where the kernel would, or would read wrong numbers."""
+    SIGNATURE.bind(*args, **options)
+    query, key, value, starts, starts_k, longest, longest_k = args
     for x in (query, key, value):
         assert x.dtype == torch.bfloat16, f"attention in {x.dtype}"
         assert x.ndim == 3 and x.stride(2) == 1, "a head's numbers are not next to each other"
-        assert len(x) == len(query) and x.shape[2] == size and heads % x.shape[1] == 0, (
-            "not tokens, heads, size"
-        )
     assert starts.dtype == torch.int32 and starts.is_contiguous(), f"starts are {starts.dtype}"
-    assert starts[0] == 0 and starts[-1] == len(query), f"{starts[-1]} of {len(query)} tokens"
-    lengths = starts.diff()
-    assert lengths.min() >= 0 and lengths.max() == longest, f"the longest has {lengths.max()}, not {longest}"
+    lengths = starts.diff().tolist()
+    assert starts[0] == 0 and sum(lengths) == len(query), f"{sum(lengths)} of {len(query)} tokens"
+    assert max(lengths) == longest and type(longest) is int, f"the longest has not {longest} tokens"
+    assert starts_k is starts and longest_k == longest and options["window_size"] == (-1, 0)
+    facts["attention"] += 1
+    splits = [x.transpose(0, 1)[None].split(lengths, dim=2) for x in (query, key, value)]
+    outputs = []
+    for q, k, v in zip(*splits):  # (1, heads, T, size) each
+        output = sdpa(q, k, v, is_causal=True, scale=options["scale"], enable_gqa=options["enable_gqa"])
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
-def attend_backward(d_out, query, key, value, output, lse, starts, _, *rest):
-    """Of softmax(P) with S = scale · q kᵀ: dS = P · (dP - Σ P dP), dP = d_out vᵀ."""
-    rest = dict(zip(NAMES, rest))
-    gradients = [torch.zeros(x.shape) for x in (query, key, value)]
-    groups = query.shape[1] // key.shape[1]
-    ends = starts.tolist()
-    for begin, end in zip(ends, ends[1:]):
-        part = slice(begin, end)
-        P, q, k = weights_of(query[part], key[part], rest["scale"])
-        v = value[part].float().transpose(0, 1).repeat_interleave(groups, 0)
-        d_o = d_out[part].float().transpose(0, 1)
-        d_P = d_o @ v.transpose(1, 2)
-        d_S = rest["scale"] * P * (d_P - (P * d_P).sum(-1, keepdim=True))
-        for gradient, wide in zip(gradients, (d_S @ k, d_S.transpose(1, 2) @ q, P.transpose(1, 2) @ d_o)):
-            heads = wide.unflatten(0, (gradient.shape[1], -1)).sum(1)  # queries that share a key
-            gradient[part] = heads.transpose(0, 1)
-    return tuple(gradient.to(query.dtype) for gradient in gradients)
-
-
-NAMES = [argument.name for argument in attention._varlen_attn_backward.default._schema.arguments][8:]
-KERNELS = {
-    "aten::mm.dtype": product,
-    "torch_attn::_varlen_attn.default": attend,
-    "torch_attn::_varlen_attn_backward.default": attend_backward,
-}
-
-
-# === What the scripts call ===
-def varlen_attn(*args, **kwargs):
-    values = inspect.signature(VARLEN_ATTN).bind(*args, **kwargs).arguments  # of this version of torch
-    for name in ("max_q", "max_k"):
-        assert type(values[name]) is int, f"{name} is {type(values[name])}: the GPU would be waited for"
-    return VARLEN_ATTN(*args, **kwargs)
-
-
-VARLEN_ATTN = utils.varlen_attn
-
-
-def pad_batch(*args):
-    input_ids, mask = PAD_BATCH(*args)
-    assert (input_ids.dtype, mask.dtype) == (torch.int64, torch.float32), f"a mask in {mask.dtype}"
-    return input_ids, mask
-
-
-PAD_BATCH = utils.pad_batch
+SIGNATURE = inspect.signature(utils.varlen_attn)  # of this version of torch
 
 
 def init_process_group(backend, **options):
@@ -229,11 +163,6 @@ def init_process_group(backend, **options):
 
 
 INIT = dist.init_process_group
-
-
-def set_device(device):
-    assert device == GPU
-    facts["device set"] += 1
 
 
 def move(params, buffers, device):
@@ -264,8 +193,11 @@ def pretended(script):
         device_count=lambda: 8,
         current_device=lambda: GPU.index,
         is_current_stream_capturing=lambda: False,
-        set_device=set_device,
+        set_device=lambda device: facts.update([f"device {device}"]),
+        empty_cache=lambda: None,
+        reset_peak_memory_stats=lambda: None,
         max_memory_allocated=lambda: 2**30,
+        max_memory_reserved=lambda: 2**31,
         get_rng_state=lambda device: torch.get_rng_state(),
         set_rng_state=lambda state, device: torch.set_rng_state(state),
         manual_seed_all=lambda seed: None,
@@ -274,15 +206,8 @@ def pretended(script):
         stream=contextlib.nullcontext,
         current_stream=lambda device=None: STREAM,
     )
-    load_models = script.load_models
     make_sampler = script.make_sampler
     sync = script.sync_reference
-
-    def load_and_count(args, *rest):
-        vocabulary.append(AutoConfig.from_pretrained(args.model).vocab_size)
-        models = load_models(args, *rest)
-        facts["trials of attention"] = facts.pop("attention", 0)
-        return models
 
     def make_and_keep_sampler(*args):
         samplers.append(make_sampler(*args))
@@ -301,11 +226,9 @@ def pretended(script):
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
-        stack.enter_context(patch.object(script, "load_models", load_and_count))
-        stack.enter_context(patch.object(script, "make_sampler", make_and_keep_sampler))
-        stack.enter_context(patch.object(script, "sync_reference", sync_reference))
+        own = dict(make_sampler=make_and_keep_sampler, sync_reference=sync_reference)
+        stack.enter_context(patch.multiple(script, **own))
         stack.enter_context(patch.object(utils, "varlen_attn", varlen_attn))
-        stack.enter_context(patch.object(utils, "pad_batch", pad_batch))
         stack.enter_context(patch.object(dist, "init_process_group", init_process_group))
         for outer, inner in ((DTensor, "_local_tensor"), (AsyncCollectiveTensor, "elem")):
             for name in ("device", "is_cuda"):
@@ -321,44 +244,11 @@ def pretended(script):
         yield
 
 
-class Engine(utils.TransformersEngine):
-    """What cuda_rows.py calls of vLLM's. Awake it holds 8 GiB, asleep half of one."""
-
-    held = 0
-
-    def __init__(self, sampler):
-        super().__init__(sampler)
-        self.llm = self
-        self.sleep(level=2)
-
-    @classmethod
-    def wake_up(cls):
-        cls.held = 2**33
-
-    @classmethod
-    def sleep(cls, level):
-        cls.held = 2**29
-
-
-@contextlib.contextmanager
-def small_rows():
-    """benchmark/cuda_rows.py at toy size, as if there were a GPU, with 1 s for every time."""
-    import cuda_rows as rows  # here, since it asks for the device
-
-    small = dict(CUDA=True, MODEL="toy", LENGTH=64, HEAD=(256, 64, 10_000))
-    small["timed"] = lambda function, *args: (1.0, function(*args))
-    with patch.multiple(rows, **small):
-        yield rows
-
-
 def run_rows(names):
-    """Rows of it on the pretended GPU. Prints their figures."""
-    cuda = dict(
-        empty_cache=lambda: None,
-        reset_peak_memory_stats=lambda: None,
-        max_memory_reserved=lambda: 2**31,
-        mem_get_info=lambda: (2**35 - Engine.held, 2**35),
-    )
+    """Rows of benchmark/cuda_rows.py at toy size, with 1 s for every time. Prints their figures."""
+    import cuda_rows as rows
+
+    build = rows.build
 
     def snapshot():
         set_by_setup = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True"
@@ -369,59 +259,30 @@ def run_rows(names):
         with patch.object(modeling_utils, "get_torch_context_manager_or_global_device", lambda: GPU):
             return build(dtype)
 
+    small = dict(CUDA=True, DEVICE=GPU, MODEL="toy", LENGTH=64, HEAD=(256, 64, 10_000), build=build_on_gpu)
+    small["timed"] = lambda function, *args: (1.0, function(*args))
     with (
-        pretended(importlib.import_module("dpo_humanline")),
-        patch.multiple(torch.cuda, **cuda),
+        pretended(rows.DPO),
         patch.object(torch.cuda.memory, "_snapshot", snapshot),
-        patch.object(utils, "VllmEngine", Engine),
         patch(f"{__name__}.check", lambda name, args: None),  # rows compare with fp32
-        small_rows() as rows,
+        patch.multiple(rows, **small),
     ):
-        vocabulary.append(rows.HEAD[2])
-        build = rows.build
-        rows.DEVICE = GPU
-        rows.build = build_on_gpu
-        figures = {}
-        for name in names:
-            figures[name] = getattr(rows, name)()
+        figures = {name: getattr(rows, name)() for name in names}
     print(json.dumps(figures))
-
-
-def run_compiled():
-    """Compiled blocks with the kernel for all sequences, on the CPU a loop. Prints the row's figure."""
-    varlen._varlen_attn.register_kernel("cpu")(attend)
-    varlen._varlen_attn_backward.register_kernel("cpu")(attend_backward)
-    with small_rows() as rows:
-        build = rows.build
-
-        def build_varlen(dtype):
-            model = build(dtype)
-            model.set_attn_implementation("varlen")
-            return model
-
-        with patch.object(rows, "build", build_varlen):
-            print(rows.compiled())
 
 
 if __name__ == "__main__":
     if os.environ["SCRIPT"] == "cuda_rows":
-        sys.path.insert(0, f"{ROOT}/benchmark")
-        (names,) = json.loads(sys.argv[1])
-        if names == ["compiled"]:
-            run_compiled()
-        else:
-            run_rows(names)
+        run_rows(*json.loads(sys.argv[1]))
         sys.exit()
     script = importlib.import_module(os.environ["SCRIPT"])
-    for port, arguments in zip(json.loads(os.environ["PORTS"]), json.loads(sys.argv[1])):
-        os.environ["MASTER_PORT"] = str(port)
+    for arguments in argument_lists():
         facts.clear()
         torch.backends.cuda.enable_cudnn_sdp(True)
         with pretended(script):
             script.main(parse_args(script, arguments))
             if samplers[-1].reward_model:
-                weights = list(samplers[-1].judge[0].parameters())
-                facts["reward model's weights"] = len(weights)
-                facts["reward model's on the GPU"] = sum(weight.is_cuda for weight in weights)
+                for weight in samplers[-1].judge[0].parameters():
+                    facts[f"reward model on {weight.device.type}"] += 1
         facts["cuDNN"] = torch.backends.cuda.cudnn_sdp_enabled()
         print(json.dumps(facts))

@@ -23,14 +23,6 @@ def load(folder: str, dtype: str):
 
 
 @torch.no_grad()
-def logits(model, input_ids):
-    options = {}
-    if model.config._attn_implementation in utils.PACKED:
-        options["lengths"] = [input_ids.shape[1]]  # every row is one sequence
-    return model(input_ids, **options).logits
-
-
-@torch.no_grad()
 def compare(folder: str) -> None:
     """Policy and reference have the logits of an unsharded fp32 model, bit for bit, also after a sync."""
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -49,20 +41,19 @@ def compare(folder: str) -> None:
         if factor > 1:
             script.sync_reference(reference, policy)
         wanted = plain(input_ids).logits
-        assert torch.equal(logits(policy, input_ids), wanted), f"policy {folder} {factor}"
-        assert torch.equal(logits(reference, input_ids), wanted), f"reference {folder} {factor}"
+        assert torch.equal(policy(input_ids).logits, wanted), f"policy {folder} {factor}"
+        assert torch.equal(reference(input_ids).logits, wanted), f"reference {folder} {factor}"
     half, reference = load(folder, "bfloat16")
     assert {p.dtype for p in half.parameters()} == {torch.float32}
     assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
-    assert torch.equal(logits(half, input_ids), logits(reference, input_ids))
+    assert torch.equal(half(input_ids).logits, reference(input_ids).logits)
 
 
 def memory(folder: str) -> None:
     """Prints the peak of the summed memory of all ranks while they load, in bytes beyond what they had."""
     utils.choose_attention = lambda *args: None  # its pass takes what any pass takes
     load(f"{folder}-small", "bfloat16")  # imports, and what is allocated once
-    pids, readings, done = [None] * dist.get_world_size(), [], threading.Event()
-    dist.all_gather_object(pids, os.getpid())
+    pids, readings, done = utils.gather(os.getpid()), [], threading.Event()
 
     def read():  # pages that ranks share count once
         rollups = [open(f"/proc/{pid}/smaps_rollup").read() for pid in pids]

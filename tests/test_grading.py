@@ -181,11 +181,11 @@ def test_solutions_of_math_problems_have_their_answers(grader):
     assert len(lost) <= 0.003 * 2 * len(rows), lost
 
 
-def test_big_integers_stay_exact(grader):
+def test_big_integers_stay_exact_and_verdicts_in_the_order_of_the_pairs(grader):
     for number in (int("123456789" * 44 + "1234"), 10**30):
         gold = gold_answer({"answer": number})
-        pairs = [(gold, str(number + add)) for add in (0, 1, -1)]
-        assert judge_all(grader, pairs) == [True, False, False]
+        pairs = [(gold, str(number + add)) for add in (0, 1, 0, -1)]
+        assert judge_all(grader, pairs) == [True, False, True, False]
 
 
 # --- rewards ------------------------------------------------------------------------------------------------
@@ -204,8 +204,6 @@ GOOD = "<think>\n3 4\n</think>\n<answer>\n4\n</answer>"
         (GOOD.replace("\n</answer>", ""), 0, 0.75),
         (GOOD + "\n</answer>", 1, 0.75),
         ("<think> 3 </think><answer> 4 </answer>", 0, 0),
-        ("4", 0, 0),
-        ("", 0, 0),
     ],
 )
 def test_format_and_tag_count_rewards_by_hand(text, layout, tags):
@@ -235,7 +233,6 @@ def test_a_reward_is_eight_of_accuracy_one_of_format_and_one_of_tags(grader):
         ({"answer": 5}, "5"),
         ({"answer": 5.0}, "5"),
         ({"answer": 1e-5}, "0.00001"),
-        ({"answer": 1e20}, "100000000000000000000"),
         ({"answer": float("nan")}, ""),
         ({"answer": None, "solution": "so \\boxed{6}."}, "so \\boxed{6}."),
         ({"solution": "so 6"}, ""),
@@ -301,19 +298,6 @@ def test_nothing_is_executed(grader, tmp_path):
     texts = [form % (place % call) for form in forms for place in places for call in calls]
     judge_all(grader, [(gold, text) for gold in ("5", "x < 3") for text in texts])
     assert not target.exists()
-
-
-def test_each_job_is_judged_once(grader, monkeypatch):
-    jobs, schedule = [], grader.schedule
-
-    def counted(function, args, **more):
-        jobs.append(args[:2])
-        return schedule(function, args, **more)
-
-    monkeypatch.setattr(grader, "schedule", counted)
-    pairs = [("5", "5"), ("5", "6"), ("5", "5"), ("6", "5")]
-    assert judge_all(grader, pairs) == [True, False, True, False]
-    assert jobs == [("5", "5"), ("5", "6"), ("6", "5")]
 
 
 def test_workers_end_when_the_run_is_killed():

@@ -9,14 +9,13 @@ import torch
 from conftest import ROOT, agree, metrics, read_pool, read_rows, run_layouts, write_rows
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 from worker import run_here
 
 import grpo_humanline
 from grpo_humanline import Args, encode_row, group_advantages, grpo_loss, make_group
-from utils import Example, load_tokenizer
+from utils import Example, load_tokenizer, pad_rows
 
 TOY = ROOT / "toy" / "tales"
 RUN = ["--num-steps", "4", "--warmup-fraction", "0", "--batch-size", "16", "--lr", "3e-3", "--beta", "0.1"]
@@ -35,22 +34,19 @@ def train(*arguments):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Files: pairs, groups of four (every eighth with equal scores), of three with messages, prompts."""
+    """Files: pairs, groups of four (every eighth with equal scores), prompts."""
     folder = tmp_path_factory.mktemp("grpo")
     rows = read_rows(TOY / "preferences_train.jsonl.gz")[:64]
-    groups, threes = [], []
+    groups = []
     for number, (one, two) in enumerate(zip(rows[::2], rows[1::2])):
         completions = [one["rejected"], two["chosen"], two["rejected"], one["chosen"]]
         scores = [one["score_rejected"], two["score_chosen"], two["score_rejected"], one["score_chosen"]]
         if number % 8 == 0:
             scores = [0.5] * 4
         groups.append({"prompt": one["prompt"], "completions": completions, "scores": scores})
-        prompt = [{"role": "user", "content": one["prompt"]}]
-        threes.append({"prompt": prompt, "completions": completions[:3], "scores": scores[:3]})
     write_rows(folder / "pairs.jsonl", rows)
     write_rows(folder / "groups.jsonl", groups)
     write_rows(folder / "prompts.jsonl", ({"prompt": row["prompt"]} for row in rows))
-    Dataset.from_list(threes[:16]).to_parquet(folder / "threes.parquet")
     return {path.stem: str(path) for path in folder.iterdir()}
 
 
@@ -137,16 +133,14 @@ def padded_groups(path):
     """Ids and masks of all sequences, prompts padded on the left, completions on the right; advantages."""
     tokenizer, eos_ids = load_tokenizer(str(TOY / "policy"))
     groups = [encode_row(Args(group_size=4), tokenizer, eos_ids, row) for row in read_rows(path)]
-    prompts = [torch.tensor(x.prompt_ids) for group in groups for x in group]
-    completions = [torch.tensor(x.completion_ids) for group in groups for x in group]
+    prompts = [x.prompt_ids for group in groups for x in group]
+    completions = [x.completion_ids for group in groups for x in group]
     rewards = torch.tensor([[x.reward for x in group] for group in groups], dtype=torch.float64)
-    prompt_mask = [torch.ones_like(ids) for ids in prompts]
-    completion_mask = [torch.ones_like(ids) for ids in completions]
     return {
-        "prompt_ids": pad_sequence(prompts, batch_first=True, padding_side="left"),
-        "prompt_mask": pad_sequence(prompt_mask, batch_first=True, padding_side="left"),
-        "completion_ids": pad_sequence(completions, batch_first=True),
-        "completion_mask": pad_sequence(completion_mask, batch_first=True),
+        "prompt_ids": pad_rows(prompts, "cpu", side="left"),
+        "prompt_mask": pad_rows([[1] * len(ids) for ids in prompts], "cpu", side="left"),
+        "completion_ids": pad_rows(completions, "cpu"),
+        "completion_mask": pad_rows([[1] * len(ids) for ids in completions], "cpu"),
         "advantages": group_advantages(rewards).flatten(),
     }
 
@@ -162,30 +156,30 @@ def completion_logps(model, inputs):
 def test_loss_gradient_norm_and_metrics_of_a_step_by_hand(two_steps, data, flag):
     logged, policy, reference = two_steps
     inputs = padded_groups(data["groups"])
-    logps = completion_logps(policy, inputs)
+    mask = inputs["completion_mask"].bool()
+    A = inputs["advantages"][:, None].expand_as(mask)[mask].tolist()
+    logps = completion_logps(policy, inputs)[mask]
     with torch.no_grad():
-        log_ratio = (logps - completion_logps(reference, inputs)).tolist()
+        log_ratio = (logps - completion_logps(reference, inputs)[mask]).tolist()
     low, high = (-0.4, 0.3) if flag == "--humanline" else (-math.inf, math.inf)
-    rows = zip(log_ratio, inputs["completion_mask"].tolist(), inputs["advantages"].tolist())
-    tokens = [(x, A) if seen else None for row, mask, A in rows for x, seen in zip(row, mask)]
-    found = [loss_and_slope(*token, low, high, beta=0.1) if token else (0.0, 0.0) for token in tokens]
-    count, real = inputs["completion_mask"].sum().item(), [token for token in tokens if token]
+    found = [loss_and_slope(*token, low, high, beta=0.1) for token in zip(log_ratio, A)]
+    losses, slopes = zip(*found)
+    count = len(found)
     policy.zero_grad()
-    slopes = torch.tensor([slope for _, slope in found], dtype=torch.float64).view_as(logps)
-    (logps * slopes / count).sum().backward()
+    (logps * torch.tensor(slopes, dtype=torch.float64) / count).sum().backward()
     norm = math.sqrt(sum(parameter.grad.square().sum().item() for parameter in policy.parameters()))
-    ratios = [(math.exp(min(max(x, low), high)), A) for x, A in real]
-    removed = sum(A > 0 and ratio > 1.15 or A < 0 and ratio < 0.85 for ratio, A in ratios)
+    ratios = [math.exp(min(max(x, low), high)) for x in log_ratio]
+    removed = sum(a > 0 and ratio > 1.15 or a < 0 and ratio < 0.85 for ratio, a in zip(ratios, A))
     by_hand = {
-        "loss": sum(loss for loss, _ in found) / count,
+        "loss": sum(losses) / count,
         "grad_norm": norm,
-        "grpo/ratio_mean": sum(ratio for ratio, _ in ratios) / count,
+        "grpo/ratio_mean": sum(ratios) / count,
         "grpo/clip_fraction": removed / count,
-        "grpo/kl": sum(math.exp(-x) + x - 1 for x, _ in real) / count,
+        "grpo/kl": sum(math.exp(-x) + x - 1 for x in log_ratio) / count,
         "grpo/zero_advantage_groups": 4 / 32,
-        "humanline/clipped_low": sum(x < -0.4 for x, _ in real) / count,
-        "humanline/clipped_high": sum(x > 0.3 for x, _ in real) / count,
-        "humanline/log_ratio_abs_mean": sum(abs(x) for x, _ in real) / count,
+        "humanline/clipped_low": sum(x < -0.4 for x in log_ratio) / count,
+        "humanline/clipped_high": sum(x > 0.3 for x in log_ratio) / count,
+        "humanline/log_ratio_abs_mean": sum(abs(x) for x in log_ratio) / count,
     }
     for key, value in by_hand.items():
         assert logged[flag][key] == pytest.approx(value, rel=1e-6), key
@@ -231,17 +225,13 @@ def test_no_humanline_equals_trls_dapo_loss_with_the_same_old_log_probs(two_step
 JOBS = {  # pairs, groups, ... stand for the files of `data`
     "pairs": [*RUN, "--dataset", "pairs"],
     "groups": [*RUN, *GROUPS, "groups"],
-    "groups, no humanline": [*RUN, *GROUPS, "groups", "--no-humanline"],
-    "best and worst of groups": [*RUN, "--dataset", "groups"],
-    "threes": [*RUN, "--dataset", "threes", "--group-size", "3", "--batch-size", "12"],
 }
 ROUNDS = {
     "round of 8": [*ONLINE, "--dataset", "prompts", "--eval-dataset", "groups", "--group-size", "8"],
     "round of 2": [*ONLINE, "--dataset", "pairs", "--no-humanline", "--batch-size", "8", "--num-steps", "3"],
 }
-SEVERAL = ["pairs", "groups", "threes"]
 # Ranks, --micro-batch-tokens: the whole batch, one sequence, four of the toy's; jobs.
-LAYOUTS = [(1, "0"), (1, "1", *SEVERAL), (2, "120", *SEVERAL, "round of 8")]
+LAYOUTS = [(1, "0"), (1, "1", *JOBS), (2, "120", *JOBS, "round of 8")]
 
 
 @pytest.fixture(scope="module")
@@ -256,32 +246,15 @@ def runs(data, folder):
     return run_layouts(folder, jobs, LAYOUTS, "grpo_humanline")
 
 
-@pytest.mark.parametrize("job", [*SEVERAL, "round of 8"])
+@pytest.mark.parametrize("job", [*JOBS, "round of 8"])
 def test_one_and_two_ranks_and_all_layouts_agree(runs, job):
     expected, *others = runs[job]
     assert len(expected) >= 2 and any(step["grad_norm"] > 0 for step in expected) and others
+    for key in ("humanline/clipped_low", "humanline/clipped_high", "grpo/clip_fraction", "grpo/kl"):
+        assert job not in JOBS or max(step[key] for step in expected) > 0.01, key
     told = [key for key in expected[0] if key.startswith(("logps/", "humanline/", "rollout/r"))]
     for steps in others:
         agree(expected, steps, [*GRPO, *told])
-
-
-def test_both_clips_and_the_kl_penalty_were_at_work(runs):
-    for steps in (runs["pairs"][0], runs["groups"][0]):
-        for key in ("humanline/clipped_low", "humanline/clipped_high", "grpo/clip_fraction", "grpo/kl"):
-            assert max(step[key] for step in steps) > 0.01, key
-    assert len({runs[job][0][-1]["loss"] for job in JOBS}) == len(JOBS)
-
-
-def test_metrics_of_a_step_describe_its_groups(runs):
-    """A reward that is the data's, the same in every epoch, is not a metric."""
-    for step in runs["pairs"][0]:
-        assert step["grpo/zero_advantage_groups"] == 0
-        assert not [key for key in step if key.startswith(("rewards/", "rollout/"))]
-        assert step["logps/chosen"] < 0 and step["logps/rejected"] < 0
-    first = runs["groups"][0][0]
-    assert first["grpo/ratio_mean"] == 1 and first["grpo/kl"] == first["grpo/clip_fraction"] == 0
-    shares = [step["grpo/zero_advantage_groups"] for step in runs["groups"][0]]
-    assert 0 < sum(shares) <= 4 / 4 and all(share * 4 % 1 == 0 for share in shares)
 
 
 def test_rounds_keep_all_samples_of_a_group_or_the_best_and_the_worst(runs, folder):
@@ -324,32 +297,9 @@ def test_pairs_and_prompts_can_be_evaluated(data, tmp_path, kind, of_groups):
     assert after.get("eval/margin", [1])[0] > 0.1
 
 
-GOOD = {"prompt": "about cat", "completions": ["the old cat .", "the shiny cat ."], "scores": [0.5, 0.1]}
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--batch-size", "7"], "--batch-size 7 is not a multiple of --group-size 2"),
-        (["--group-size", "4"], "every row needs --group-size completions"),
-        (["--online", "--group-size", "4", "--batch-size", "24"], "5 rows do not fill a batch of 6"),
-    ],
-)
-def test_groups_that_do_not_fit_the_flags(tmp_path, capsys, flags, said):
-    run = ["--dataset", write_rows(tmp_path / "data.jsonl", [GOOD] * 5), "--batch-size", "8", *flags]
-    with pytest.raises(SystemExit):
-        train(*run, "--eval-dataset", "", "--output-dir", tmp_path / "run")
-    assert said in capsys.readouterr().err and not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("factor", "said"),
-    [(math.nan, "not finite"), (0, "round 1: no prompt's rewards differ")],
-)
+@pytest.mark.parametrize(("factor", "said"), [(math.nan, "not finite"), (0, "no prompt's rewards differ")])
 @pytest.mark.parametrize("group_size", ["2", "4"])
-def test_rewards_that_are_not_finite_or_all_equal_stop_the_round(
-    data, tmp_path, capsys, factor, said, group_size
-):
+def test_rewards_not_finite_or_all_equal_stop_a_round(data, tmp_path, capsys, factor, said, group_size):
     judge = shutil.copytree(TOY / "reward_model", tmp_path / "judge")
     weights = load_file(judge / "model.safetensors")
     weights["score.weight"] *= factor

@@ -7,22 +7,12 @@ import statistics
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import (
-    ROOT,
-    agree,
-    metrics,
-    parse_args,
-    read_pool,
-    read_rows,
-    run_layouts,
-    write_rows,
-)
+from conftest import ROOT, agree, metrics, read_pool, read_rows, run_layouts, write_rows
 from transformers import AutoModelForCausalLM
 from worker import run_here
 
 import grpo_math_humanline
 from grpo_math_humanline import group_advantages
-from run import check_flags
 
 SCRIPT = "grpo_math_humanline"
 TOY = ROOT / "toy" / "shell_game"
@@ -69,9 +59,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def runs(data, folder):
     """{variant: metrics for every layout}: any number of sequences in a pass, one, and two ranks with two."""
-    jobs = {
-        name: [*RUN, *flags, "--dataset", data, "--eval-dataset", data] for name, flags in VARIANTS.items()
-    }
+    files = ["--dataset", data, "--eval-dataset", data]
+    jobs = {name: [*RUN, *flags, *files] for name, flags in VARIANTS.items()}
     return run_layouts(folder, jobs, [(1, "0"), (1, "1", "humanline"), (2, "60", "humanline")], SCRIPT)
 
 
@@ -123,9 +112,8 @@ def test_every_s_draws_the_same_problems_in_the_same_order(data, tmp_path):
 def test_log_probs_are_taken_at_the_sampling_temperature(data, tmp_path):
     """Step 1 against forward passes of policy and reference in transformers, with logits divided by T."""
     run = [*RUN, "--temperature", "0.5", "--k", "1", "--dataset", data, "--eval-samples", "0"]
-    run += ["--sample-every", "2"]
-    run += ["--num-steps", "2", "--checkpoint-every", "1", "--output-dir", str(tmp_path / "run")]
-    main(*run)
+    run += ["--sample-every", "2", "--num-steps", "2", "--checkpoint-every", "1", "--output-dir"]
+    main(*run, tmp_path / "run")
     checkpoint = tmp_path / "run" / "checkpoints" / "step-1"
     policy, reference = (AutoModelForCausalLM.from_pretrained(POLICY) for _ in range(2))
     dcp.load({"policy": policy.state_dict()}, checkpoint_id=checkpoint)  # in place
@@ -153,9 +141,8 @@ def test_evaluation_is_pass_at_1_over_problems(runs, folder):
 
 
 def test_completions_that_are_cut_are_counted_and_get_no_end_of_turn(data, tmp_path):
-    run = [*RUN, "--max-new-tokens", "4", "--checkpoint-every", "1", "--num-steps", "2"]
-    run += ["--eval-samples", "0"]
-    folder = main(*run, "--dataset", data, "--output-dir", tmp_path / "run")
+    run = [*RUN, "--max-new-tokens", "4", "--checkpoint-every", "1", "--num-steps", "2", "--eval-samples"]
+    folder = main(*run, "0", "--dataset", data, "--output-dir", tmp_path / "run")
     examples = [example for group in read_pool(folder / "checkpoints" / "step-1") for example in group]
     assert len(examples) == 16 and all(len(example.completion_ids) == 4 for example in examples)
     assert metrics(folder)[0]["rollout/finished_mean"] == 0 and metrics(folder)[0]["rollout/format_mean"] == 0
@@ -191,29 +178,17 @@ def test_samples_that_wait_keep_their_group_size(whole, tmp_path, capsys, size):
 # --- data and bad input ---
 
 
-def written(tmp_path, *answers):
-    rows = [{"problem": "2 45 15 34 24 45", "answer": answer} for answer in answers]
-    data = write_rows(tmp_path / "p.jsonl", rows)
-    return [*RUN, "--num-steps", "1", "--dataset", data, "--eval-samples", "0", "--output-dir"]
-
-
 def test_problems_without_a_gold_answer_are_left_out_and_counted(tmp_path, capsys):
-    main(*written(tmp_path, *["5"] * 8, "", " "), tmp_path / "run")
+    rows = [{"problem": "2 45 15 34 24 45", "answer": answer} for answer in ["5"] * 8 + ["", " "]]
+    flags = [*RUN, "--num-steps", "1", "--eval-samples", "0"]
+    flags += ["--dataset", write_rows(tmp_path / "p.jsonl", rows), "--output-dir"]
+    main(*flags, tmp_path / "run")
     said = "p.jsonl: 8 of 10 gold answers can be graded, the first that cannot is ''"
     assert said in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main(*written(tmp_path, "5", "5", "5"), tmp_path / "none")
-    assert "p.jsonl: 3 rows do not fill a batch of 4" in capsys.readouterr().err
+        main(*flags, tmp_path / "none", "--prompts-per-step", "9")
+    assert "p.jsonl: 8 rows do not fill a batch of 9" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
-
-
-def test_values_out_of_range_name_the_flag(capsys):
-    wrong = {"--sample-every": 0, "--prompts-per-step": 0, "--group-size": 1, "--epsilon": "nan"}
-    for flag, value in (wrong | {"--eval-samples-per-problem": 0, "--temperature": 0}).items():
-        args = parse_args(grpo_math_humanline, [flag, str(value)])
-        with pytest.raises(SystemExit):
-            check_flags(args, args.prompts_per_step * args.group_size)
-        assert f"error: {flag} {value}" in capsys.readouterr().err
 
 
 def test_a_loss_that_is_not_finite_names_the_step_and_the_checkpoint_stays(data, tmp_path, capsys):

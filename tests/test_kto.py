@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, agree, metrics, read_rows, refused, run_layouts, run_ranks, write_rows
+from test_loss import batch
 from transformers import AutoModelForCausalLM
 from worker import run_here
 
 import kto_humanline
 from kto_humanline import Args, encode_row, kto_loss, make_group, mismatch
-from utils import Example, load_tokenizer, token_logps
+from utils import Example, load_tokenizer, pad_batch, token_logps
 
 TOY = ROOT / "toy" / "tales"
 RUN = ["--num-steps", "4", "--warmup-fraction", "0", "--batch-size", "16", "--k", "2", "--eval-dataset", ""]
@@ -30,10 +31,8 @@ def files(tmp_path_factory):
 
 
 def test_loss_equals_equation_7_by_hand_and_gradient_finite_differences():
-    generator = torch.Generator().manual_seed(0)
-    log_ratio = 2 * torch.randn(4, 5, dtype=torch.float64, generator=generator)
-    mask = (torch.arange(5) < torch.tensor([5, 3, 1, 4])[:, None]).double()
-    desirable = torch.tensor([True, False, True, False])
+    log_ratio, mask = batch()
+    desirable = torch.tensor([True, False, True, False, False, True])
     clipped = log_ratio.clamp(-1.5, 1.5)
     loss, rewards = kto_loss(clipped, mask, desirable, 0.7, 0.25, 1.1, 0.9)
     for i, row in enumerate(log_ratio.tolist()):
@@ -88,9 +87,7 @@ def test_z_0_by_hand(files, tmp_path):
         same_half = batch[i % 2 :: 2]
         others = same_half[i // 2 + 1 :] + same_half[: i // 2]
         other = next(y for y in others if y.prompt_ids != x.prompt_ids)
-        ids = torch.tensor([x.prompt_ids + other.completion_ids])
-        mask = torch.zeros(ids.shape)
-        mask[:, len(x.prompt_ids) :] = 1
+        ids, mask = pad_batch([x._replace(completion_ids=other.completion_ids)], "cpu")
         with torch.no_grad():
             log_ratio = token_logps(policy, ids, mask) - token_logps(reference, ids, mask)
         total += log_ratio.clamp(-0.3, 0.3).sum().item()

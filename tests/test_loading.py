@@ -7,30 +7,18 @@ import shutil
 import pytest
 import torch
 from conftest import TOY, run_ranks
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Gemma2Config,
-    GPT2Config,
-    LlamaConfig,
-    MixtralConfig,
-    Qwen2Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 SIZES = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-NO_DROPOUT = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
 MODELS = {
-    "Llama": LlamaConfig(**SIZES),
-    "Qwen2, tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
-    "Gemma 2, tied, with softcaps and a scaled embedding": Gemma2Config(**SIZES),
-    "GPT-2, tied, absolute positions": GPT2Config(
-        vocab_size=99, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2, **NO_DROPOUT
-    ),
-    "Mixtral": MixtralConfig(**SIZES, num_local_experts=4),
-    "Qwen3-MoE": Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "gemma2": {},  # tied, with softcaps and a scaled embedding
+    "gpt2": dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),  # tied, absolute positions
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
 
 
@@ -38,12 +26,12 @@ MODELS = {
 def folders(tmp_path_factory) -> list[str]:
     """Each model in a bf16 file, and one whose file is fp32 though its config.json says bf16."""
     found = []
-    for name, config in MODELS.items():
+    kinds = [(name, torch.bfloat16) for name in MODELS]
+    for name, dtype in [*kinds, ("llama", torch.float32)]:
         torch.manual_seed(0)
-        found.append(str(tmp_path_factory.mktemp(name.split(",")[0])))
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(found[-1])
-    found.append(str(tmp_path_factory.mktemp("wide")))
-    AutoModelForCausalLM.from_config(MODELS["Llama"], dtype=torch.float32).save_pretrained(found[-1])
+        found.append(str(tmp_path_factory.mktemp(name)))
+        config = AutoConfig.for_model(name, **SIZES | MODELS[name])
+        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(found[-1])
     path = tmp_path_factory.getbasetemp() / found[-1] / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "bfloat16"}))
     return found

@@ -100,11 +100,8 @@ def test_a_replaced_loss_is_that_of_training_and_of_evaluation(script, loss, gro
 
     toy = script.TOY["model"]
     tokenizer, eos_ids = utils.load_tokenizer(toy)
-    examples = []
-    for column in ("chosen", "rejected"):
-        for row in rows:
-            ids = utils.encode(tokenizer, eos_ids, row["prompt"], row[column])
-            examples.append(utils.Example(row["prompt"], *ids))
+    pairs = [script.encode_row(script.Args(), tokenizer, eos_ids, row) for row in rows]
+    examples = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
     input_ids, mask = utils.pad_batch(examples, "cpu")
     policy, reference = (
         AutoModelForCausalLM.from_pretrained(name).double() for name in (tmp_path / "run" / "final", toy)

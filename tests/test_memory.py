@@ -89,8 +89,6 @@ def test_llama_3_8b_on_four_gpus():
     flags = ["--model", "llama-3-8b", "--gradient-checkpointing", "--json"]
     output = subprocess.check_output([sys.executable, ROOT / "benchmark" / "memory.py", *flags])
     found = json.loads(output)
-    for name, count in (STATE | {"reference": 2}).items():
-        assert found["parts"][name] == count * PARAMETERS["llama-3-8b"] / 4 / GIB
     assert found["peak"] == pytest.approx(40.23, abs=0.1)
 
 

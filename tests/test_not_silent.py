@@ -1,12 +1,13 @@
 """What would go wrong without a word: lost text, wrong tokens, other attention, ranks with other data."""
 
+import re
+
 import pytest
 import torch
-import transformers
-from conftest import PAIRS, TOY
-from test_token_logps import EXAMPLES, full_logps
+from conftest import TOY
+from test_passes import SIZES, build
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Phi3Config, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, Phi3Config, PreTrainedTokenizerFast
 
 import utils
 from utils import CannotTrain
@@ -14,8 +15,6 @@ from utils import CannotTrain
 EACH = "{% for m in messages %}<|user|> {{ m.content }} <|end|> {% endfor %}"
 USER = {"role": "user", "content": "for king"}
 ANSWER = {"role": "assistant", "content": "rose iris"}
-SHORT = ["--num-steps", "2", "--batch-size", "4", "--k", "2", "--checkpoint-every", "0"]
-SHORT += ["--dataset", PAIRS, "--max-new-tokens", "8", "--engine", "hf"]
 
 
 def encode(prompt, completion=None, template=EACH):
@@ -83,14 +82,15 @@ def rope(kind, **more):
 BY_LAYER = {"full_attention": rope("dynamic"), "sliding_attention": rope("default")}
 HALVES = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 LONG = {"original_max_position_embeddings": 1024, "rope_parameters": rope("longrope", **HALVES)}
-
-
+# Llama 3.1's and YaRN's original positions are no limit: they are stretched for good.
+STRETCH = {"original_max_position_embeddings": 256, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA = {"max_position_embeddings": 1024}
 CONFIGS = {  # whether a sequence beyond its positions is an error, or samples alone
     "learned": (AutoConfig.for_model("gpt2", n_positions=1024), True),
     "long": (Phi3Config(hidden_size=32, num_attention_heads=4, max_position_embeddings=4096, **LONG), True),
     "dynamic": (AutoConfig.for_model("llama", rope_parameters=rope("dynamic"), **LLAMA), True),
     "of a layer": (AutoConfig.for_model("gemma3_text", rope_parameters=BY_LAYER, **LLAMA), True),
+    "stretched": (AutoConfig.for_model("llama", rope_parameters=rope("llama3", **STRETCH), **LLAMA), False),
     "linear": (AutoConfig.for_model("llama", rope_parameters=rope("linear"), **LLAMA), False),
     "rotary": (AutoConfig.for_model("llama", **LLAMA), False),
 }
@@ -101,47 +101,25 @@ def test_lengths_beyond_a_models_positions_are_an_error_with_both_numbers(kind):
     """Learned positions end there; others change for a whole pass. Else samples alone must fit."""
     config, strict = CONFIGS[kind]
     utils.check_positions(config, longest=1024, max_new_tokens=924)
-    for lengths in ((1025, 900), (1025, 1025)):
-        if not strict and lengths[-1] <= 1024:
-            utils.check_positions(config, *lengths)
-            continue
-        with pytest.raises(ValueError, match="1025 tokens.* it has 1024 positions.*--max-new-tokens"):
-            utils.check_positions(config, *lengths)
+    with pytest.raises(ValueError, match="1025 tokens.* it has 1024 positions.*--max-new-tokens"):
+        utils.check_positions(config, 1025, 900 if strict else 1025)
+    if not strict:
+        utils.check_positions(config, 1025, 900)
     utils.check_positions(AutoConfig.for_model("bloom"), 10**6, 10**6)  # it has no positions
-    # Llama 3.1's and YaRN's original positions are no limit: they are stretched for good.
-    stretched = rope(
-        "llama3", original_max_position_embeddings=8192, low_freq_factor=1.0, high_freq_factor=4.0
-    )
-    config = AutoConfig.for_model("llama", rope_parameters=stretched, max_position_embeddings=131072)
-    utils.check_positions(config, longest=21_000, max_new_tokens=20_000)
-
-
-SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"intermediate_size": 48, "num_key_value_heads": 2, "pad_token_id": 0}
-
-
-def build(name: str, **settings):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **SIZES | settings)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float64)
 
 
 def test_a_model_that_cannot_be_packed_is_not():
     """Doge's attention adds to its scores what depends on the values."""
-    model = build("doge", keep_window_size=64)
+    model = build("doge", SIZES | {"keep_window_size": 64})
     for name, parameter in model.named_parameters():
         if name.endswith(".A"):
             parameter.data.normal_()
-    if transformers.__version__.startswith("5.16"):  # its Doge depends on padding too
-        with pytest.raises(ValueError, match="loop: .* nats off; sdpa: .* nats off"):
-            utils.choose_attention(model, 32)
-        return
-    utils.choose_attention(model, 32)
-    assert model.config._attn_implementation not in utils.PACKED
-    together = utils.token_logps(model, *utils.pad_batch(EXAMPLES, "cpu"))
-    for row, example in zip(together, EXAMPLES):
-        alone = full_logps(model, *utils.pad_batch([example], "cpu"))[0]
-        torch.testing.assert_close(row[: len(alone)], alone, rtol=1e-9, atol=1e-9)
+    try:
+        told = utils.choose_attention(model, 32)
+        assert told.startswith(model.config._attn_implementation)
+    except ValueError as error:  # of transformers 5.16, whose Doge depends on padding too
+        told = str(error)
+    assert re.search(r"; loop: [\d.]+ nats off", told)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +131,7 @@ def test_a_model_that_cannot_be_packed_is_not():
     ],
 )
 def test_a_model_whose_log_probs_are_not_its_own_is_refused(name, settings):
-    model = build(name, **settings).train()
+    model = build(name, SIZES | settings).train()
     with pytest.raises(ValueError, match="depends on later tokens, on noise|logits have a factor"):
         utils.choose_attention(model, 32)
 

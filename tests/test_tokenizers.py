@@ -5,7 +5,6 @@ the tokenizer.json files of Llama 2 and Zephyr, which begins the text after ever
 """
 
 import importlib
-import math
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -39,12 +38,8 @@ SOURCES = {
     "sentencepiece": "mistral_instruct_tokenizer_240323.model.v3",
     "llama2": "tokenizer.model.v1",
 }
-ZEPHYR = (  # zephyr-7b-beta's
-    "{% for message in messages %}"
-    "\n{% if message['role'] == 'user' %}\n{{ '<|user|>\n' + message['content'] + eos_token }}"
-    "\n{% elif message['role'] == 'system' %}\n{{ '<|system|>\n' + message['content'] + eos_token }}"
-    "\n{% elif message['role'] == 'assistant' %}\n{{ '<|assistant|>\n' + message['content'] + eos_token }}"
-    "\n{% endif %}"
+ZEPHYR = (  # renders as zephyr-7b-beta's
+    "{% for m in messages %}\n{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token }}"
     "\n{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
 )
 REAL = SHARED / "preferences" / "pairs.jsonl"
@@ -232,9 +227,8 @@ def test_three_steps_train_on_the_tokens_of_the_whole_rendering(
         batches.clear()
         run_here(script, *run, *flags, "--output-dir", tmp_path / name)
         read[name] = [x for batch in batches for x in batch]
-        assert [line["step"] for line in metrics(tmp_path / name)] == [0, 1, 2]
-        assert all(math.isfinite(value) for line in metrics(tmp_path / name) for value in line.values())
-        assert metrics(tmp_path / name)[0]["grad_norm"] > 0
+        steps = metrics(tmp_path / name)
+        assert [line["step"] for line in steps] == [0, 1, 2] and steps[0]["grad_norm"] > 0
 
     begins, expected, logps = {}, set(), {"chosen": 0.0, "rejected": 0.0}
     for row in rows:
