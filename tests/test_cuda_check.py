@@ -16,6 +16,7 @@ import torch.distributed as dist
 from conftest import ROOT, run_ranks
 from safetensors.torch import save_file
 from test_cuda_branch import GROUPED
+from torch.nn.attention import varlen
 
 import utils
 
@@ -89,6 +90,7 @@ def test_rows_that_compare_runs(other, weight, tmp_path):
 
 # === What is made wrong in a part ===
 LOOP, PRODUCT, SETUP = utils.PACKED["loop"], utils.matmul_fp32, cuda_rows.DPO.setup
+BUILD = cuda_rows.build
 
 
 def off_by_a_tenth(*args, **options):
@@ -140,3 +142,26 @@ def test_parts_as_on_a_gpu():
     assert "highest, cuDNN's attention False, expandable segments T" in figures["precision"]
     assert not GROUPED or figures["attention"].startswith("varlen is chosen; sdpa 1.000 s")
     assert figures["segments"].startswith("2.00 GiB reserved for 1.00")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GROUPED, reason="the kernel of torch 2.11 lacks grouped heads, so it is not used")
+def test_blocks_with_the_kernel_for_all_sequences_compile_once_and_whole(monkeypatch):
+    """One graph a block: nothing breaks it, and no length is written into it. The kernel here halves q."""
+
+    def attend(q, *rest):  # to output, lse (heads, ΣT), random state
+        return q / 2, torch.zeros(q.shape[1], len(q)), torch.zeros(2, dtype=torch.uint64)
+
+    def attend_backward(d, q, k, v, *rest):
+        return d / 2, torch.zeros_like(k), torch.zeros_like(v)
+
+    def build(dtype):
+        model = BUILD(dtype)
+        model.set_attn_implementation("varlen")
+        return model
+
+    varlen._varlen_attn.register_kernel("cpu")(attend)
+    varlen._varlen_attn_backward.register_kernel("cpu")(attend_backward)
+    monkeypatch.setattr(cuda_rows, "build", build)
+    torch._dynamo.reset()
+    assert "; 1 graphs, then 0 more; " in cuda_rows.compiled()

@@ -15,7 +15,7 @@ from worker import run_here
 
 import grpo_humanline
 from grpo_humanline import Args, encode_row, group_advantages, grpo_loss, make_group
-from utils import Example, load_tokenizer, pad_rows
+from utils import CannotTrain, Example, load_tokenizer, pad_rows
 
 TOY = ROOT / "toy" / "tales"
 RUN = ["--num-steps", "4", "--warmup-fraction", "0", "--batch-size", "16", "--lr", "3e-3", "--beta", "0.1"]
@@ -34,7 +34,7 @@ def train(*arguments):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Files: pairs, groups of four (every eighth with equal scores), prompts."""
+    """Files: pairs, groups of four (every eighth with equal scores), these alone, prompts."""
     folder = tmp_path_factory.mktemp("grpo")
     rows = read_rows(TOY / "preferences_train.jsonl.gz")[:64]
     groups = []
@@ -46,6 +46,7 @@ def data(tmp_path_factory):
         groups.append({"prompt": one["prompt"], "completions": completions, "scores": scores})
     write_rows(folder / "pairs.jsonl", rows)
     write_rows(folder / "groups.jsonl", groups)
+    write_rows(folder / "ties.jsonl", groups[::8])
     write_rows(folder / "prompts.jsonl", ({"prompt": row["prompt"]} for row in rows))
     return {path.stem: str(path) for path in folder.iterdir()}
 
@@ -105,6 +106,17 @@ def test_best_and_worst_make_a_group_of_two_and_a_larger_group_keeps_all():
     assert make_group(Args(group_size=2, reward_threshold=0.0), examples[:1] * 2) == ()
     whole = make_group(Args(group_size=5, reward_threshold=9.0), examples)
     assert [x.reward for x in whole] == [0.9, 0.9, 0.1, 0.0, 0.0]
+
+
+def test_the_threshold_is_for_scores_and_not_for_pairs():
+    tokenizer, eos_ids = load_tokenizer(str(TOY / "policy"))
+    pair = {"prompt": "for king", "chosen": "rose", "rejected": "iris"}
+    scored = {"prompt": "for king", "completions": ["rose", "iris"], "scores": [1, 0]}
+    group = encode_row(Args(reward_threshold=2.0), tokenizer, eos_ids, pair)
+    assert [x.reward for x in group] == [1, 0]
+    assert encode_row(Args(reward_threshold=1.0), tokenizer, eos_ids, scored) == group
+    with pytest.raises(CannotTrain, match="--reward-threshold"):
+        encode_row(Args(reward_threshold=2.0), tokenizer, eos_ids, scored)
 
 
 # --- a step of the script against other computations ---
@@ -286,10 +298,14 @@ def test_a_run_that_is_killed_and_resumed_is_as_if_it_had_not_been(data, runs, f
 # --- data ---
 
 
-@pytest.mark.parametrize(("kind", "of_groups"), [("pairs", {"accuracy", "margin"}), ("prompts", set())])
-def test_pairs_and_prompts_can_be_evaluated(data, tmp_path, kind, of_groups):
+@pytest.mark.parametrize(
+    ("kind", "of_groups"), [("pairs", {"accuracy", "margin"}), ("prompts", set()), ("ties", set())]
+)
+def test_pairs_and_prompts_can_be_evaluated_and_ties_are_no_pairs(data, tmp_path, kind, of_groups):
     run = [*RUN, "--num-steps", "1", "--engine", "hf", "--max-new-tokens", "20", "--eval-samples", "4"]
     run += ["--beta", "0", "--dataset", data["pairs"], "--eval-dataset", data[kind]]
+    if kind == "ties":
+        run += ["--dataset", data["groups"], "--group-size", "4"]
     train(*run, "--output-dir", tmp_path / "run")
     after = json.loads((tmp_path / "run" / "summary.json").read_text())["after"]
     names = of_groups | {"reward", "win_rate", "length", "finished"}
