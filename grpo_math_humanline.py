@@ -74,7 +74,7 @@ class Args:
     micro_batch_tokens: int = 8192  # most tokens in a forward pass of a rank; 0: any
     lr: float = 1e-6  # AdamW's learning rate (paper: 1e-6)
     warmup_fraction: float = 0.1  # share of the steps (Tables 1, 2)
-    lr_schedule: Literal["constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"  # the paper's
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after warmup (paper: constant)
     weight_decay: float = 0.0  # of AdamW (Table 2)
     adam_eps: float = 1e-8  # AdamW's ε (Table 2)
     max_grad_norm: float = 1.0  # global gradient norm (Table 2)

@@ -61,7 +61,7 @@ class Args:
     micro_batch_tokens: int = 8192  # most tokens in a forward pass of a rank; 0: any
     lr: float = 5e-6  # AdamW's learning rate (paper: 5e-6, online 2.5e-6)
     warmup_fraction: float = 0.1  # share of the steps (Tables 1, 2)
-    lr_schedule: Literal["constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"  # the paper's
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after warmup (paper: constant)
     weight_decay: float = 1e-2  # of AdamW (Table 1)
     adam_eps: float = 1e-5  # AdamW's ε (paper: 1e-5)
     max_grad_norm: float = 4.0  # global gradient norm (paper: 4, online 0.1; --no-humanline 1, 0.5)

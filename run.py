@@ -270,6 +270,7 @@ def load_checkpoint(folder: Path, policy, reference, optimizer, data_hash: str) 
             # A weight that never had a gradient has no moments there: they stay 0.
             planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
             dcp.load(state, checkpoint_id=checkpoint, planner=planner)  # in place; the optimizer's are copies
+            compare_ranks("the newest checkpoint that can be read", str(checkpoint))
             dcp_state.set_optimizer_state_dict(policy, optimizer, state["optimizer"])
             for i, group in enumerate(progress.pool):
                 progress.pool[i] = tuple(utils.Example(*values) for values in group)
@@ -315,7 +316,8 @@ def stop(signal_number: int, steps: int, folder: Path):
 def lr_schedule(args, optimizer):
     """The share of --lr at a step, from 1: linear warmup, then --lr-schedule, by transformers."""
     warmup_steps = max(1, round(args.warmup_fraction * args.num_steps))
-    return get_scheduler(args.lr_schedule, optimizer, warmup_steps, args.num_steps).lr_lambdas[0]
+    name = args.lr_schedule.replace("constant", "constant_with_warmup")
+    return get_scheduler(name, optimizer, warmup_steps, args.num_steps).lr_lambdas[0]
 
 
 # === Logs ===
