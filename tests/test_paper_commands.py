@@ -3,58 +3,59 @@
 import importlib
 import re
 import subprocess
-from collections import namedtuple
 from dataclasses import asdict
 
 import pytest
-from conftest import PAIRS, ROOT, TOY, run_ranks
-from safetensors.torch import load_file
-from test_commands import TABLE_1, TABLE_3, parse
+from conftest import ROOT
+from test_commands import COMMANDS, parse
 
 FILES = sorted(path.stem for path in (ROOT / "paper").glob("*.sh"))
-REF = "https://raw.githubusercontent.com/tatsu-lab/alpaca_eval/main/results/gpt4_1106_preview/model_outputs.json"
 LLAMA, LLAMA_DATA = "meta-llama/Meta-Llama-3-8B-Instruct", "princeton-nlp/llama3-ultrafeedback-armorm"
 GEMMA, GEMMA_DATA = "google/gemma-2-27b-it", "princeton-nlp/gemma2-ultrafeedback-armorm"
 SYSTEM_PROMPT = (ROOT / "paper" / "math_system_prompt.txt").read_text().strip()
 
-# What a file does before its runs: the data, unless it is there; and Figure 6's quarters.
-GET_REF = ["curl", "-fL", "-o", "ref.json", REF]
-TO_LINES = "import json; [print(json.dumps(row)) for row in json.load(open('ref.json'))]"
-TO_LINES = ["python", "-c", TO_LINES]
-MAKE_MATH = ["python", "paper/math_train.py"]
 QUARTILES = ["torchrun", "--nproc-per-node", "4", "paper/quartiles.py", "--model", LLAMA]
 QUARTILES += ["--dataset", LLAMA_DATA, "--dataset-split", "train[:10000]", "--out", "runs/quartiles"]
 
-TABLE_5 = {  # Table 5's learning rate and β; the first is not trained
-    "27b-baseline": (1e-30, 0.1),
-    "27b-offline-llama-data": (2.5e-6, 0.3),
-    "27b-offline-humanline-llama-data": (2.5e-6, 0.3),
-    "27b-offline-gemma-data": (2.5e-6, 0.1),
-    "27b-offline-humanline-gemma-data": (2.5e-6, 0.1),
-    "27b-online": (2.5e-6, 0.1),
+TABLE_1 = dict(k=1, log_epsilon_P=-1.5, log_epsilon_R=1.5, temperature=0.7, top_p=0.95, max_new_tokens=2048)
+TABLE_1 |= dict(num_steps=312, adam_eps=1e-5, weight_decay=1e-2, warmup_fraction=0.1)
+TABLE_1 |= dict(round_prompts=1024, samples_per_prompt=8, reward_threshold=0.01)
+
+# Table 3: learning rate, β, maximal gradient norm, and λ_D or ε; by script, online, humanline.
+TABLE_3 = {
+    ("kto", False, False): (5e-6, 0.25, 1.0, 1.1),
+    ("kto", False, True): (5e-6, 0.25, 4.0, 1.1),
+    ("kto", True, False): (2.5e-6, 0.25, 0.5, 1.1),
+    ("kto", True, True): (2.5e-6, 0.25, 0.1, 1.1),
+    ("dpo", False, False): (5e-6, 0.1, 1.0, None),
+    ("dpo", False, True): (5e-6, 0.1, 1.0, None),
+    ("dpo", True, False): (2.5e-6, 0.1, 0.5, None),
+    ("dpo", True, True): (2.5e-6, 0.1, 1.0, None),
+    ("grpo", False, False): (5e-6, 0.01, 1.0, 0.5),
+    ("grpo", False, True): (5e-6, 0.01, 1.0, 0.15),
+    ("grpo", True, False): (5e-6, 0.01, 1.0, 0.15),
+    ("grpo", True, True): (5e-6, 0.01, 0.5, 0.15),
 }
+
 BOUNDS = [(-2.0, 1.5), (-1.5, 1.5), (-1.0, 1.5), (-1.0, 2.0), (-1.0, 3.0)]  # Table 6's
 TABLE_2 = {"adam_eps": 1e-8, "weight_decay": 0, "warmup_fraction": 0.1, "lr": 1e-6, "max_grad_norm": 1.0}
 TABLE_2 |= {"prompts_per_step": 32, "group_size": 8, "max_new_tokens": 2048, "top_p": 1.0, "temperature": 0.7}
 TABLE_2 |= {"log_epsilon_P": -1.5, "log_epsilon_R": 1.5, "num_steps": 1600}
 ARMORM = {"online": True, "reward_model": "RLHFlow/ArmoRM-Llama3-8B-v0.1", "trust_remote_code": True}
 
-# Not settings of training: what a run leaves, how it is evaluated, and what fits.
-APART = {"output_dir", "checkpoint_every", "gradient_checkpointing", "micro_batch_tokens", "vllm_memory"}
-APART |= {"eval_dataset", "eval_samples", "max_prompt_length"}
-
-Run = namedtuple("Run", "words settings")
-PARSED = {}  # {words: Run}, for a run stands in several files and tests
-
-
-# --- what the paper has ---
+# How runs are evaluated, and what fits.
+NEEDS = {"gradient_checkpointing": True, "vllm_memory": 0.3, "max_prompt_length": 625}
+NEEDS |= {"eval_dataset": "ref.jsonl", "eval_samples": 805}
+WITHOUT_REF = {"eval_dataset": "", "eval_samples": 256}
+OF_MATH = {"eval_dataset": "HuggingFaceH4/MATH-500", "eval_samples": 500, "max_prompt_length": 1024}
+APART = {"words", "output_dir", "checkpoint_every", "micro_batch_tokens"}  # what a run leaves
 
 
 def expect(script: str, variant: str = "", **settings) -> dict:
     """The settings of a run. What is not named has its default with --model."""
     defaults = asdict(importlib.import_module(f"{script}_humanline").Args())
     assert settings.keys() <= defaults.keys()
-    return {"script": f"{script}_humanline", "variant": variant} | defaults | settings
+    return {"script": f"{script}_humanline", "variant": variant} | defaults | NEEDS | settings
 
 
 def on_llama(method: str, online: bool, humanline: bool, **changes) -> dict:
@@ -72,22 +73,17 @@ def on_llama(method: str, online: bool, humanline: bool, **changes) -> dict:
     return expect(method, **settings | changes)
 
 
-def on_gemma(name: str) -> dict:
-    lr, beta = TABLE_5[name]
-    settings = TABLE_1 | {"model": GEMMA, "dataset_split": "train[:10000]", "batch_size": 32}
-    settings |= {"max_grad_norm": 1.0, "lr": lr, "beta": beta, "humanline": "humanline" in name}
-    settings["dataset"] = LLAMA_DATA if name.endswith("llama-data") else GEMMA_DATA
-    if name == "27b-baseline":  # one step that changes nothing
-        settings |= {"dataset": LLAMA_DATA, "humanline": True, "num_steps": 1}
-    if name == "27b-online":
-        settings |= ARMORM | {"dataset_split": "train[:14000]"}
-    return expect("dpo", **settings)
+def on_gemma(**changes) -> dict:
+    """A run of Table 5."""
+    settings = TABLE_1 | {"model": GEMMA, "dataset": GEMMA_DATA, "dataset_split": "train[:10000]"}
+    settings |= {"batch_size": 32, "lr": 2.5e-6, "beta": 0.1, "max_grad_norm": 1.0, "vllm_memory": 0.5}
+    return expect("dpo", **settings | changes)
 
 
 def on_math(humanline: bool, sample_every: int, k: int) -> dict:
     data = {"model": "Qwen/Qwen2.5-1.5B-Instruct", "dataset": "math_train.jsonl"}
     data |= {"system_prompt": SYSTEM_PROMPT, "humanline": humanline, "sample_every": sample_every, "k": k}
-    return expect("grpo_math", **TABLE_2 | data)
+    return expect("grpo_math", **TABLE_2 | OF_MATH | data)
 
 
 def humanline_run(method: str, **changes) -> dict:
@@ -98,6 +94,7 @@ def humanline_run(method: str, **changes) -> dict:
 METHODS = ("dpo", "kto", "grpo")
 VARIANTS = [(False, False), (False, True), (True, False)]  # offline, offline + humanline, online
 MAIN = [on_llama(method, *variant) for method in METHODS for variant in VARIANTS]
+OFFLINE = [key for key in TABLE_3 if not key[1]]
 ABLATIONS = [{"sync": "none"}, {"clip": False}, {"variant": "sampling"}]
 REGION = {"clip": False, "sync": "after_step"}
 QUARTERS = [f"runs/quartiles/quartile{i}.jsonl" for i in (1, 2, 3, 4)]
@@ -106,13 +103,13 @@ EXPECTED = {
     "table1": [on_llama(method, online, True) for method in METHODS for online in (False, True)],
     "table2": MATH + [on_math(True, 64, k) for k in (1, 12, 16, 20, 24)],
     "table3": [on_llama(*key) for key in TABLE_3],
-    "table4": [
-        on_llama(method, False, humanline, dataset=dataset)
-        for method in METHODS
-        for humanline in (False, True)
-        for dataset in (LLAMA_DATA, GEMMA_DATA)
+    "table4": [on_llama(*method, dataset=data) for method in OFFLINE for data in (LLAMA_DATA, GEMMA_DATA)],
+    "table5": [
+        on_gemma(dataset=LLAMA_DATA, lr=1e-30, num_steps=1),  # one step that changes nothing
+        *(on_gemma(humanline=humanline) for humanline in (False, True)),
+        *(on_gemma(humanline=humanline, dataset=LLAMA_DATA, beta=0.3) for humanline in (False, True)),
+        on_gemma(humanline=False, dataset_split="train[:14000]", **ARMORM),
     ],
-    "table5": [on_gemma(name) for name in TABLE_5],
     "table6": [humanline_run("dpo", log_epsilon_P=low, log_epsilon_R=high) for low, high in BOUNDS],
     "figure1": MAIN,
     "figure5": MAIN + [humanline_run(method, **ablation) for method in METHODS for ablation in ABLATIONS],
@@ -127,11 +124,8 @@ EXPECTED = {
         *(humanline_run(method, k=32, **REGION) for method in METHODS),
         humanline_run("dpo", k=1024, **REGION),
     ],
-    "figure11": [run | {"seed": seed} for run in MAIN for seed in (1, 2, 3, 4, 5)],
+    "figure11": [run | {"seed": seed} | WITHOUT_REF for run in MAIN for seed in (1, 2, 3, 4, 5)],
 }
-
-
-# --- what the files start ---
 
 
 STAND_INS = """
@@ -142,135 +136,78 @@ curl() { note curl "$@"; }
 """
 
 
-def calls_of(text: str, folder) -> tuple[list[list[str]], str]:
-    """Every call that a file makes, and what bash says. Functions stand in the places of torchrun, python and
-    curl that write down how they were called."""
+def calls_of(name: str, folder) -> list[list[str]]:
+    """The runs that a file starts; what else it does is known. Functions stand in the places of torchrun,
+    python and curl that write down how they were called."""
     (folder / "paper").symlink_to(ROOT / "paper")
-    command = ["bash", "-c", STAND_INS + text]
+    command = ["bash", "-c", STAND_INS + (ROOT / "paper" / f"{name}.sh").read_text()]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    assert not done.stdout
-    calls = (folder / "calls").read_text().split("\0\0")[:-1]
-    return [call.split("\0") for call in calls], done.stderr
-
-
-def runs_of(name: str, text: str, folder, monkeypatch) -> list[Run]:
-    """The runs of a file, parsed as torchrun and the script parse them. What else it does is known."""
-    calls, errors = calls_of(text, folder)
-    before = {
-        "table2": [MAKE_MATH],
-        "figure7": [MAKE_MATH],
-        "figure11": [],
-        "figure6": [GET_REF, TO_LINES, QUARTILES],
-    }
-    before = before.get(name, [GET_REF, TO_LINES])
-    assert calls[: len(before)] == before
+    calls = [call.split("\0") for call in (folder / "calls").read_text().split("\0\0")[:-1]]
+    programs = {"table2": ["python"], "figure7": ["python"], "figure11": []}  # of the data
+    programs["figure6"] = ["curl", "python", "torchrun"]
+    before = programs.get(name, ["curl", "python"])
+    assert [call[0] for call in calls[: len(before)]] == before
+    assert name != "figure6" or calls[2] == QUARTILES
     calls = calls[len(before) :]
-    assert errors.count("real\t") == (len(calls) if name == "figure11" else 0)  # figure 11 is of time
-    assert name == "figure11" or not errors
-    return [parse_run(words, folder, monkeypatch) for words in calls]
+    assert not done.stderr or name == "figure11"  # of which `time` says the seconds
+    return calls
 
 
-def parse_run(words: list[str], folder, monkeypatch) -> Run:
-    key = tuple(words)
-    if key not in PARSED:
-        variant = ""
-        if words[3] == "paper/variants.py":
-            variant, script = words[4:6]
-            words = [*words[:3], f"{script}.py", *words[6:]]
-        script, args = parse(words, folder, monkeypatch)
-        PARSED[key] = Run(words, {"script": script, "variant": variant} | asdict(args))
-    return PARSED[key]
+def parse_run(words: list[str], folder, monkeypatch) -> dict:
+    """The settings of a run, parsed as torchrun and the script parse them."""
+    variant = ""
+    if words[3] == "paper/variants.py":
+        variant, script = words[4:6]
+        words = [*words[:3], f"{script}.py", *words[6:]]
+    script, args = parse(words, folder, monkeypatch)
+    return {"script": script, "variant": variant, "words": words} | asdict(args)
 
 
-def check(name: str, text: str, folder, monkeypatch):
-    """An AssertionError or a SystemExit if the file is not the paper's table or figure."""
-    left = list(EXPECTED[name])
-    for run in runs_of(name, text, folder, monkeypatch):
-        fitting = []
-        for expected in left:
-            if all(key in APART or run.settings[key] == value for key, value in expected.items()):
-                fitting.append(expected)
-        assert fitting, f"{name}: no run of the paper, or one that it has once: {run.words}"
-        left.remove(fitting[0])
-        check_run(name, run)
-    assert not left, f"{name}: {len(left)} runs are missing, the first: {left[0]}"
+def without(run: dict, keys: set[str]) -> dict:
+    return {key: value for key, value in run.items() if key not in keys}
 
 
-def check_run(name: str, run: Run):
-    """How a run is evaluated, and what it needs."""
-    args = run.settings
-    assert run.words[:3] == ["torchrun", "--nproc-per-node", "8" if name == "table5" else "4"]
-    assert args["gradient_checkpointing"] and re.fullmatch(r"runs/[^/]+", args["output_dir"])
-    every = args["checkpoint_every"]
-    assert every == 0 or args["num_steps"] % every == 0  # the last step has one
-    evaluation = (args["eval_dataset"], args["eval_samples"], args["max_prompt_length"])
-    if args["script"] == "grpo_math_humanline":
-        assert evaluation == ("HuggingFaceH4/MATH-500", 500, 1024)
-    else:
-        assert evaluation == (("", 256, 625) if name == "figure11" else ("ref.jsonl", 805, 625))
-        split = re.fullmatch(r"train\[:(\d+)\]", args["dataset_split"])
-        rows = int(split[1]) if split else 2500  # of a quarter
-        assert rows >= (12 * 1024 if args["online"] else 32 * args["num_steps"])
-    assert name != "figure11" or every == 0
-    assert args["vllm_memory"] == (0.5 if name == "table5" else 0.3)
-    flags = [word for word in run.words if word.startswith("--")]
-    assert len(flags) == len(set(flags))
-    if name == "table1":  # it names what is the default
-        online = {"round_prompts", "samples_per_prompt", "reward_threshold"}
-        keys = [key for key in (*TABLE_1, "batch_size") if args["online"] or key not in online]
-        assert {f"--{key.replace('_', '-')}" for key in keys} <= set(flags)
-
-
-def text_of(name: str) -> str:
-    return (ROOT / "paper" / f"{name}.sh").read_text()
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, list[dict]]:
+    """{file: its runs}"""
+    found = {}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name in EXPECTED:
+            folder = tmp_path_factory.mktemp(name)
+            found[name] = [parse_run(words, folder, monkeypatch) for words in calls_of(name, folder)]
+    return found
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_file_has_the_runs_of_its_table_or_figure_with_the_papers_settings(name, tmp_path, monkeypatch):
+def test_a_file_has_the_runs_of_its_table_or_figure_with_the_papers_settings(name, runs):
     assert FILES == sorted(EXPECTED)
-    check(name, text_of(name), tmp_path, monkeypatch)
+    wanted = [without(run, APART) for run in EXPECTED[name]]
+    for run in runs[name]:
+        assert without(run, APART) in wanted, f"no run of the paper, or one too many: {run['words']}"
+        wanted.remove(without(run, APART))
+        assert run["words"][:3] == ["torchrun", "--nproc-per-node", "8" if name == "table5" else "4"]
+        assert re.fullmatch(r"runs/[^/]+", run["output_dir"])
+        every = run["checkpoint_every"]
+        assert every == 0 or name != "figure11" and run["num_steps"] % every == 0  # the last step has one
+        if split := re.fullmatch(r"train\[:(\d+)\]", run["dataset_split"]):
+            assert int(split[1]) >= (12 * 1024 if run["online"] else 32 * run["num_steps"])
+    assert not wanted, f"{len(wanted)} runs are missing, the first: {wanted[0]}"
 
 
-def test_a_folder_is_one_run_in_all_files(tmp_path, monkeypatch):
+def test_the_lines_of_paper_readme_are_the_runs_of_table_3(tmp_path, monkeypatch):
+    lines = [words for page, words in COMMANDS if page == "paper/README.md"]
+    found = [without(parse_run(words, tmp_path, monkeypatch), APART) for words in lines]
+    wanted = [without(run, APART) for run in EXPECTED["table3"]]
+    assert len(found) == len(wanted) and all(run in found for run in wanted)
+
+
+def test_a_folder_is_one_run_in_all_files(runs):
     """So that a run that stands in two files is not made twice, and two runs do not meet in one folder."""
     folders, settings = {}, {}
-    for name in FILES:
-        (tmp_path / name).mkdir()
-        for run in runs_of(name, text_of(name), tmp_path / name, monkeypatch):
-            folder = run.settings["output_dir"]
-            key = repr(run.settings | {"output_dir": ""})
-            assert folders.setdefault(folder, key) == key, run.words
-            assert settings.setdefault(key, folder) == folder, run.words
-    assert (
-        len(folders) == 12 + 7 + 6 + 6 + 4 + 9 + 4 + 6 + 4 + 45
-    )  # tables 3, 2, 4 to 6, figures 5, 6, 8, 10, 11
-
-
-@pytest.mark.parametrize(
-    ("name", "right", "wrong"),
-    [
-        ("table3", "--no-humanline", "--no-humanlin"),
-        ("table3", "--lr 2.5e-6", "--lr 2.5e-5"),
-        ("table3", "--gradient-checkpointing", "--gradient-checkpointing --beta 0.2"),
-        ("table1", " --temperature 0.7", ""),
-        ("table6", "torchrun", "# torchrun"),
-        ("figure11", "1 2 3 4 5;", "1 2 3 4 4;"),
-        ("figure11", "time torchrun", "torchrun"),
-    ],
-)
-def test_a_mangled_file_is_noticed(name, right, wrong, tmp_path, monkeypatch):
-    text = text_of(name)
-    assert right in text
-    with pytest.raises((AssertionError, SystemExit)):
-        check(name, text.replace(right, wrong, 1), tmp_path, monkeypatch)
-
-
-def test_the_baselines_step_changes_no_weight(tmp_path):
-    """Table 5's untrained model: the run that stands for it."""
-    flags = ["--model", str(TOY / "policy"), "--dataset", PAIRS, "--batch-size", "8", "--engine", "hf"]
-    flags += ["--num-steps", "1", "--lr", "1e-30", "--eval-dataset", PAIRS, "--eval-samples", "8"]
-    run_ranks(1, [[*flags, "--max-new-tokens", "8", "--output-dir", str(tmp_path / "run")]])
-    folders = (TOY / "policy", tmp_path / "run" / "final")
-    before, after = (load_file(folder / "model.safetensors") for folder in folders)
-    assert before.keys() == after.keys() and (tmp_path / "run" / "outputs.json").exists()
-    assert all((before[key] == after[key]).all() for key in before)
+    for run in sum(runs.values(), []):
+        folder = run["output_dir"]
+        key = repr(without(run, {"words", "output_dir"}))
+        assert folders.setdefault(folder, key) == key, run["words"]
+        assert settings.setdefault(key, folder) == folder, run["words"]
+    # Of tables 3, 2, 4 to 6, figures 5, 6, 8, 10, 11.
+    assert len(folders) == 12 + 7 + 6 + 6 + 4 + 9 + 4 + 6 + 4 + 45

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from conftest import ROOT, read_rows, run_ranks
+from test_paper_figures import plain_logps
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import grpo_humanline
@@ -26,59 +27,27 @@ def policy():
     return model, AutoTokenizer.from_pretrained(FOLDER / "policy")
 
 
-# --- the judge ---
-
-
 def test_the_judge_is_vaders_mean_over_sentences():
     happy, sad = (stories.sentiment(text)["compound"] for text in ("She was happy.", "He was sad."))
     assert (happy, sad) == (0.5719, -0.4767)  # VADER 3.3.2
     assert stories.judge_story("A prompt that is sad", " She was happy.") == happy
     assert stories.judge_story("", " She was happy. He was sad.") == pytest.approx((happy + sad) / 2)
     assert stories.judge_story("", " She was happy.\nIt was a dog. ") == pytest.approx(happy / 2)
-
-
-def test_the_last_sentence_of_an_unfinished_completion_counts_nothing():
+    # The last sentence of an unfinished completion counts nothing.
     cut = stories.judge_story("", " She was happy. He was sad", finished=False)
-    assert cut == pytest.approx(0.5719 / 2)
+    assert cut == pytest.approx(happy / 2)
     for text in (" She was happy", " She was happy.", "", " ", "\n"):
         assert stories.judge_story("She was happy.", text, finished=False) == 0.0
     for empty in ("", " ", "\n"):
         assert stories.judge_story("She was happy.", empty) == 0.0
 
 
-def test_sentences_end_where_another_one_begins():
+def test_sentences_and_trigrams():
     text = ' and "Hi!" said Tim. "Wow, a dog!" Tom ran... He fell! and cried.'
     wanted = ['and "Hi!" said Tim.', '"Wow, a dog!"', "Tom ran...", "He fell! and cried."]
     assert stories.sentences(text) == wanted
-
-
-def test_distinct_trigrams_are_a_share():
     assert stories.distinct_trigrams(["a b c", "A b, c.", "a b d"]) == pytest.approx(2 / 3)
     assert stories.distinct_trigrams(["a b", ""]) == 0.0
-
-
-# --- what is drawn ---
-
-
-def test_a_draw_is_repeatable_and_holds_no_tie_and_nothing_unfinished(policy):
-    model, tokenizer = policy
-    counts = {row["prompt"]: 2 for row in rows_of("prompts_test")[:6]}
-
-    def draw(seed):
-        torch.manual_seed(seed)
-        rng = random.Random(seed)
-        authors = {"cool": (model, 0.7), "hot": (model, 1.3)}
-        answers = stories.draw_answers(authors, tokenizer, rng, counts)
-        return answers, stories.label(rng, answers, 0.2)
-
-    answers, pairs = draw(1)
-    assert draw(1) == (answers, pairs)
-    assert draw(2)[0] != answers
-    assert [pair["prompt"] for pair in pairs] == [prompt for prompt in counts for _ in range(2)]
-    for (prompt, *texts), pair in zip(answers, pairs):
-        assert sorted(texts) == sorted([pair["chosen"], pair["rejected"]])
-        assert abs(pair["score_chosen"] - pair["score_rejected"]) > 0.0099
-        assert pair["score_chosen"] == round(stories.judge_story(prompt, pair["chosen"]), 4)
 
 
 def test_labels_agree_with_the_judge_as_often_as_the_scale_says():
@@ -91,27 +60,20 @@ def test_labels_agree_with_the_judge_as_often_as_the_scale_says():
     assert chosen == pytest.approx(torch.sigmoid(torch.tensor(1.0)).item(), abs=0.03)
 
 
-# --- judge against KL ---
-
-RUN = f"--model {FOLDER}/policy --dataset {FOLDER}/preferences_test.jsonl.gz --engine hf --dtype float32"
-RUN += " --max-prompt-length 32 --max-length 96 --max-new-tokens 48 --batch-size 16 --lr 1e-3"
-RUN += " --warmup-fraction 0"
-
-
 def test_a_checkpoints_point_is_that_of_a_run_that_ends_there(tmp_path, monkeypatch):
     monkeypatch.setattr(frontier, "DRAWS", 1)
-    starts = []
-    for steps in (1, 2):
-        flags = f"{RUN} --num-steps {steps} --checkpoint-every 1 --output-dir {tmp_path}/{steps}"
-        starts.append(flags.split())
-    run_ranks(1, starts, script="grpo_humanline")
+    folders = {steps: tmp_path / str(steps) for steps in (1, 2)}
+    flags = f"--model {FOLDER}/policy --dataset {FOLDER}/preferences_test.jsonl.gz --engine hf --lr 1e-3"
+    flags += " --dtype float32 --max-prompt-length 32 --max-length 96 --max-new-tokens 48 --batch-size 16"
+    flags += " --warmup-fraction 0 --checkpoint-every 1"
+    starts = [f"{flags} --num-steps {steps} --output-dir {folders[steps]}" for steps in folders]
+    run_ranks(1, [start.split() for start in starts], script="grpo_humanline")
     points = []
-    for steps in (1, 2):
-        frontier.main(tmp_path / str(steps))
-        points.append(json.loads((tmp_path / str(steps) / "frontier.json").read_text()))
+    for folder in folders.values():
+        frontier.main(folder)
+        points.append(json.loads((folder / "frontier.json").read_text()))
     one, two = points
-    assert list(two) == ["0", "1", "2"] and list(one) == ["0", "1"]
-    assert two["1"] == one["1"] and two["0"] == one["0"]
+    assert list(two) == ["0", "1", "2"] and one == {step: two[step] for step in ("0", "1")}
     assert abs(two["0"]["kl"]) < 1e-4 and 0.1 < two["1"]["kl"] < two["2"]["kl"]
 
 
@@ -136,18 +98,18 @@ def test_a_point_is_what_plain_transformers_finds_in_the_samples(policy, monkeyp
     assert point["judge"] == pytest.approx(sum(stories.judge_story(*row) for row in rows) / 8)
     assert point["finished"] == sum(row[2] for row in rows) / 8
 
-    def total(model, completions) -> float:
+    def total(folder, completions) -> float:
         """Log-prob of all completions."""
-        logp = 0.0
+        logps = []
         for prompt, completion in zip(prompts, completions):
-            ids = tokenizer(prompt).input_ids + completion
-            with torch.no_grad():
-                logps = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-            logp += sum(logps[i - 1, ids[i]].item() for i in range(len(ids) - len(completion), len(ids)))
-        return logp
+            ids = tokenizer(prompt).input_ids
+            logps += plain_logps(folder, ids + completion, len(ids))
+        return sum(logps)
 
-    assert point["fluency"] == pytest.approx(total(initial, first) / sum(map(len, first)), abs=1e-4)
-    assert point["kl"] == pytest.approx((total(model, second) - total(initial, second)) / 8, abs=1e-3)
+    before = total(FOLDER / "policy", first)
+    assert point["fluency"] == pytest.approx(before / sum(map(len, first)), abs=1e-4)
+    kl = total(stories.BASE, second) - total(FOLDER / "policy", second)
+    assert point["kl"] == pytest.approx(kl / 8, abs=1e-3)
 
 
 def test_a_prompt_that_loses_a_space_is_not_chosen(policy):
@@ -160,32 +122,33 @@ def test_a_prompt_that_loses_a_space_is_not_chosen(policy):
 
 
 @pytest.mark.slow
-def test_a_draw_has_every_file_and_its_pairs_are_what_the_tokenizer_makes_of_them(tmp_path, monkeypatch):
+def test_a_draw_is_repeatable_and_has_every_file_without_ties(tmp_path, monkeypatch):
     """The whole maker, which checks its own pairs: fewer of all, and from a policy that ends its stories."""
     optimize, sample_ids = stories.optimize, stories.sample_ids
+
+    def sample_few(model, tokenizer, prompts, **how):
+        return sample_ids(model, tokenizer, prompts[:300], **how)
+
     few = {"train": (12, 3), "tune": (4, 1), "test": (4, 1)}
     monkeypatch.setattr(stories, "BASE", FOLDER / "policy")
     monkeypatch.setattr(stories, "SPLITS", few)
     monkeypatch.setattr(stories, "optimize", lambda model, steps, *rest: optimize(model, 2, *rest))
-    monkeypatch.setattr(
-        stories,
-        "sample_ids",
-        lambda model, tokenizer, prompts, **how: sample_ids(model, tokenizer, prompts[:300], **how),
-    )
-    stories.make_stories(tmp_path, 5)
+    monkeypatch.setattr(stories, "sample_ids", sample_few)
+    for folder, seed in (("one", 5), ("again", 5), ("other", 6)):
+        stories.make_stories(tmp_path / folder, seed)
     prompts = set()
     for name, (count, each) in few.items():
-        rows = read_rows(tmp_path / f"preferences_{name}.jsonl.gz")
-        of_split = [row["prompt"] for row in read_rows(tmp_path / f"prompts_{name}.jsonl.gz")]
-        assert len(rows) == count * each and sorted(row["prompt"] for row in rows) == sorted(of_split * each)
-        assert all(abs(row["score_chosen"] - row["score_rejected"]) > 0.009 for row in rows)
+        file = f"preferences_{name}.jsonl.gz"
+        rows, again, other = (read_rows(tmp_path / folder / file) for folder in ("one", "again", "other"))
+        assert rows == again != other
+        of_split = [row["prompt"] for row in read_rows(tmp_path / "one" / f"prompts_{name}.jsonl.gz")]
+        assert len(of_split) == count
+        assert sorted(row["prompt"] for row in rows) == sorted(of_split * each)
+        for row in rows:
+            assert row["score_chosen"] == round(stories.judge_story("", row["chosen"]), 4)
+            assert abs(row["score_chosen"] - row["score_rejected"]) > 0.0099
         prompts |= set(of_split)
     assert len(prompts) == 20  # no prompt is in two files
-    for name in ("policy", "reward_model"):
-        assert (tmp_path / name / "model.safetensors").exists()
-
-
-# --- the files ---
 
 
 def test_the_scripts_read_every_row_and_its_tokens_are_its_text(one_rank):
@@ -227,14 +190,9 @@ def test_the_reward_model_reads_the_sentiment_of_held_out_pairs(policy):
     _, tokenizer = policy
     model = AutoModelForSequenceClassification.from_pretrained(FOLDER / "reward_model", dtype=torch.float32)
     rows = rows_of("preferences_test")
-    with torch.inference_mode():
-        chosen, rejected = (
-            stories.rate(model, tokenizer, [(row["prompt"], row[side], True) for row in rows])
-            for side in ("chosen", "rejected")
-        )
-    right = (chosen > rejected) == torch.tensor([row["score_chosen"] > row["score_rejected"] for row in rows])
-    assert right.float().mean() > 0.7
-
-
-def test_the_folder_is_at_most_three_megabytes():
-    assert sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) < 3e6
+    scores = []
+    for side in ("chosen", "rejected"):
+        with torch.inference_mode():
+            scores.append(stories.rate(model, tokenizer, [(row["prompt"], row[side], True) for row in rows]))
+    wanted = torch.tensor([row["score_chosen"] > row["score_rejected"] for row in rows])
+    assert ((scores[0] > scores[1]) == wanted).float().mean() > 0.7
