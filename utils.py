@@ -242,7 +242,9 @@ def head_logits(hidden, weight, bias, start, block_size, softcap, temperature):
         z += bias[block]
     if softcap:  # Gemma 2: softcap · tanh(z / softcap)
         return z.div_(softcap).tanh_().mul_(softcap / temperature)
-    return z.div_(temperature)
+    if temperature != 1:
+        z.div_(temperature)
+    return z
 
 
 def locate(targets, start, size):

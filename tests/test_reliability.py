@@ -133,22 +133,16 @@ def test_a_resume_that_fails_leaves_the_folder_as_it_was(copy, whole, tmp_path):
 # --- checkpoints ---
 
 
-def cut(path, share=0.5):
-    os.truncate(path, int(path.stat().st_size * share))
-
-
-def overwrite(path):
-    path.write_bytes(bytes(path.stat().st_size))
+def cut(path):
+    os.truncate(path, path.stat().st_size // 2)
 
 
 DAMAGES = {
-    "an empty shard": lambda step: cut(step / "__0_0.distcp", 0),
     "a cut shard": lambda step: cut(step / "__0_0.distcp"),
-    "a shard overwritten": lambda step: overwrite(step / "__0_0.distcp"),
+    "a shard overwritten": lambda step: (step / "__0_0.distcp").write_bytes(bytes(10**6)),
     "no metadata": lambda step: (step / ".metadata").unlink(),
-    "metadata overwritten": lambda step: overwrite(step / ".metadata"),
+    "metadata overwritten": lambda step: (step / ".metadata").write_bytes(bytes(999)),
     "a cut state": lambda step: cut(step / "state.json"),
-    "no state": lambda step: (step / "state.json").unlink(),
     "another state": lambda step: (step / "state.json").write_text("[1]"),
     "an empty folder": lambda step: (shutil.rmtree(step), step.mkdir()),
 }
@@ -167,7 +161,7 @@ def test_a_run_goes_on_from_the_newest_checkpoint_that_is_whole(copy, whole, dam
 
 def test_without_a_whole_checkpoint_a_run_does_not_go_on(copy):
     for step in (copy / "checkpoints").iterdir():
-        cut(step / "__0_0.distcp")
+        DAMAGES["a cut shard"](step)
     assert f"--resume {copy}: it has no whole checkpoint" in refused(["--resume", str(copy)])
     assert lines(copy) == 12
 
