@@ -16,7 +16,8 @@ import utils
 
 
 def load(folder: str, dtype: str):
-    """Policy and reference; the reference has the dtype in which both compute."""
+    """Policy and reference; the reference has the dtype in which both compute. Attention is theirs."""
+    utils.choose_attention = lambda *args: None
     args = parse_args(script, ["--model", folder, "--dataset", "none.jsonl", "--dtype", dtype])
     args.max_length = args.max_prompt_length = args.max_new_tokens = 16
     return script.load_models(args, getattr(torch, dtype), torch.device("cpu"))
@@ -51,7 +52,6 @@ def compare(folder: str) -> None:
 
 def memory(folder: str) -> None:
     """Prints the peak of the summed memory of all ranks while they load, in bytes beyond what they had."""
-    utils.choose_attention = lambda *args: None  # its pass takes what any pass takes
     load(f"{folder}-small", "bfloat16")  # imports, and what is allocated once
     pids, readings, done = utils.gather(os.getpid()), [], threading.Event()
 
