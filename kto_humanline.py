@@ -10,7 +10,7 @@ Differs from the paper in (docs/kto.md):
     - There is one reference point z_0 for each optimizer step, not for each microbatch.
     - z_0 takes a completion of another prompt, on pairs the same half; the authors' code, the next example.
     - z_0 is the mean over all of these; the paper's listing leaves out those of exactly 0.
-    - The gradient norm is one norm over all shards and ranks; in the paper's listing each rank has its own.
+    - The gradient norm is one norm over all ranks; in the authors' code each has its own (docs/dpo.md, 8).
     - Completion masks say which tokens count; the paper's listing counts log-ratios that are not exactly 0.
 
 B sequences, T tokens. Log-probs are in nats. A mask is 1 at completion tokens, else 0. An Example is a prompt
@@ -381,8 +381,8 @@ def shard_model(args, model, device):
     return model
 
 
-def load_models(args, reference_dtype: torch.dtype, device):
-    """Policy, stored in fp32, and reference, stored in `reference_dtype`; both compute in --dtype."""
+def load_models(args, frozen_dtype: torch.dtype, device):
+    """Policy, stored in fp32, and reference, stored in `frozen_dtype`; both compute in --dtype."""
     options = dict(trust_remote_code=args.trust_remote_code)
     config = AutoConfig.from_pretrained(args.model, **options)
     longest = max(args.max_length, args.max_prompt_length + args.max_new_tokens)
@@ -394,10 +394,10 @@ def load_models(args, reference_dtype: torch.dtype, device):
         run.compare_ranks("the checksum of --model's weights", utils.checksum(model))
         return shard_model(args, model, device)
 
-    # In the files' dtype they are memory-mapped, in pages that all ranks share. The policy is cast behind
-    # sharding, which moves a rank's shards to its device: no rank ever holds the whole model in fp32.
+    # Weights in the files' dtype are memory-mapped, in pages that all ranks share. The policy is cast to fp32
+    # after sharding, which moves a rank's shards to its device: no rank ever holds the whole model in fp32.
     policy = load("auto").to(torch.float32).eval()  # dropout would part it from the reference
-    reference = load(reference_dtype).eval().requires_grad_(False)
+    reference = load(frozen_dtype).eval().requires_grad_(False)
     for name, buffer in policy.named_buffers():
         # Gemma's embed_scale is rounded to the dtype of loading. Both models must have the same.
         buffer.copy_(reference.get_buffer(name))
@@ -537,7 +537,7 @@ def example_metrics(losses, rewards, desirable, z_0, beta):
 def main(args: Args):
     run.check_flags(args, args.batch_size)
     rank, world, device = setup(args)
-    reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32  # it is stored in that
+    frozen_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32  # reference, engine, judge
 
     # data
     with run.exit_on_error(f"--model {args.model}"):
@@ -559,10 +559,11 @@ def main(args: Args):
 
     # models
     with run.exit_on_error(f"--model {args.model}"):
-        policy, reference = load_models(args, reference_dtype, device)
+        policy, reference = load_models(args, frozen_dtype, device)
     with run.exit_on_error(f"--reward-model {args.reward_model}"):
-        sampler = make_sampler(args, tokenizer, eos_ids, reference_dtype, device)
-    # Fused: the other one on CUDA makes a temporary tensor as large as a moment. The loop sets its numbers.
+        sampler = make_sampler(args, tokenizer, eos_ids, frozen_dtype, device)
+    # Fused, since CUDA's default (foreach) needs a copy of one of Adam's moments. Rate, ε and decay are set
+    # before every step.
     optimizer = torch.optim.AdamW(policy.parameters(), fused=device.type == "cuda")
     lr_factor = run.lr_schedule(args, optimizer)  # of a step, from 1: its share of --lr
 
@@ -610,7 +611,8 @@ def main(args: Args):
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
         means = run.Means()
         for number, indices in enumerate(micro_batches, 1):
-            # Over ranks in every pass, to save memory; on a CPU in the last, for the digits of one rank.
+            # Summed over ranks in every pass, to save memory. On a CPU in the last: before it they add up in
+            # --dtype, not in fp32 shards, so that a toy in fp64 has the same digits on any number of ranks.
             policy.set_requires_gradient_sync(device.type == "cuda" or number == len(micro_batches))
             policy.set_requires_all_reduce(number == len(micro_batches))  # over the copies of HSDP
             in_pass = [examples[i] for i in indices]
@@ -639,7 +641,7 @@ def main(args: Args):
         if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
             run.fail(f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; lower --lr")
 
-        # the update, and before it the sync, at steps 0, k, 2k: offline the reference is 1 to k behind
+        # the update, and before it the sync, at steps 0, k, 2k: offline the reference is then 1 to k behind
         metrics["humanline/steps_since_sync"] = step - progress.last_sync
         if args.humanline and args.sync == "before_step" and step % args.k == 0:
             sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)

@@ -314,10 +314,13 @@ def stop(signal_number: int, steps: int, folder: Path):
 
 
 def lr_schedule(args, optimizer):
-    """The share of --lr at a step, from 1: linear warmup, then --lr-schedule, by transformers."""
+    """The share of --lr at a step, from 1: linear warmup, then --lr-schedule, by transformers.
+
+    It ends at 0 one step behind the last, which still moves the policy.
+    """
     warmup_steps = max(1, round(args.warmup_fraction * args.num_steps))
     name = args.lr_schedule.replace("constant", "constant_with_warmup")
-    return get_scheduler(name, optimizer, warmup_steps, args.num_steps).lr_lambdas[0]
+    return get_scheduler(name, optimizer, warmup_steps, args.num_steps + 1).lr_lambdas[0]
 
 
 # === Logs ===

@@ -154,10 +154,11 @@ def encode(
     whole.encode()  # an error if there is half a character, which no tokenizer reads
     prompt_ids = tokenizer(before, add_special_tokens=special).input_ids
     ids = tokenizer(whole, add_special_tokens=special).input_ids
-    # Some tokenizers append an end of turn to every text. A prompt must not have it, if its text does not. To
-    # `ids` it does no harm, since a completion gets one below.
+    # Some tokenizers append an end of turn to every text. Here it is added below. A prompt may have one of
+    # its own at its end, and then white space that belongs to the token.
     if prompt_ids[-1:] == [tokenizer.eos_token_id] and not before.rstrip().endswith(tokenizer.eos_token):
         prompt_ids.pop()
+        ids.pop()
 
     if mostly_unknown(tokenizer, ids):
         raise CannotTrain("most of its tokens are unknown to the tokenizer")
@@ -258,8 +259,8 @@ class HeadLogps(torch.autograd.Function):
     """log softmax(z)[target], (N,), of the logits z = head(hidden) / temperature, (N, V), in fp32 or wider.
 
     z would be the largest tensor of a pass by far. Here it never is one: it comes in blocks of block_size
-    columns, which the backward pass computes again. (With blocks of rows d_weight would be a bf16 sum of
-    blocks.) With L = log Σ_v exp z_v,
+    columns, which the backward pass computes again. (Blocks of the N tokens would each add to the whole
+    d_weight, and round in bf16.) With L = log Σ_v exp z_v,
 
         log softmax(z)[target] = z[target] - L
         its gradient in z      = onehot(target) - exp(z - L)
@@ -298,7 +299,7 @@ class HeadLogps(torch.autograd.Function):
             columns, inside = locate(targets, start, z.shape[1])
             # The gradient in head(hidden) before softcap and temperature:
             # d_raw = (onehot - softmax) · d_logps / temperature [· slope]. In place, since one more tensor of
-            # this size would double the peak of the backward pass.
+            # this size would double the peak of the backward pass (with softcap `slope` is one).
             d_raw = z.sub_(L).exp_().mul_(-scaled)
             d_raw.scatter_add_(1, columns, torch.where(inside, scaled, 0))
             if softcap:
@@ -501,7 +502,8 @@ def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int = 16384):
     """Splits sequences (or pairs) into forward passes of even work, pass i for rank i % ranks.
 
     All ranks have as many passes, because FSDP gathers weights in all of them together. Some may be empty,
-    unless the sequences are a multiple of `ranks`, as a batch in training is.
+    unless the sequences are a multiple of `ranks`, as a batch in training is: then there are never more
+    passes than sequences, and the lightest pass, which gets the next sequence, is an empty one if any is.
 
     Args:
         lengths: of the sequences, in tokens.
@@ -551,8 +553,8 @@ def check_positions(config, longest: int, max_new_tokens: int):
     """Raises ValueError if a model cannot read `longest` tokens, of which it samples `max_new_tokens`.
 
     Learned positions end at max_position_embeddings. Dynamic and long RoPE change for a whole pass if one
-    sequence in it is longer than the original positions. Other RoPE may go beyond in training, and a sample
-    ends at the last position: what is refused is only a sample that could never be as long as it may be.
+    sequence in it is longer than the original positions. With other RoPE training may go beyond, and samples
+    end at the last position, so that `max_new_tokens` alone must fit.
     """
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     kinds = str(rope)  # it may be {"full_attention": {"rope_type": ...}, ...}
@@ -726,9 +728,8 @@ class VllmEngine:
             requests.append({"prompt_token_ids": list(prompts[0])})
             own = self.params.clone()
             own.seed = seed
-            # Log-probs of this engine's first samples (0: of the sampled tokens): batch i here is batch
-            # e + i · engines of all, so the first of all, which `check_engine` reads, are among them. Of all
-            # samples they would double the time.
+            # Log-probs (0: of the sampled tokens alone) for `check_engine`, which reads the first samples of
+            # all engines: no engine has more of these. Of all samples they would double the time.
             own.logprobs = 0 if i < CHECKED else None
             params.append(own)
         outputs = []

@@ -63,7 +63,7 @@ def test_the_learning_rate_follows_its_schedule(schedule, tmp_path):
     flags += ["--lr", "1e-4", "--warmup-fraction", "0.2", "--checkpoint-every", "6", "--lr-schedule"]
     run_ranks(1, [[*flags, schedule, "--output-dir", str(tmp_path / "run")]])
     rates = [line["lr"] / 1e-4 for line in metrics(tmp_path / "run")]
-    left = [number / 8 for number in range(8, -1, -1)]  # the share of the steps behind the warmup
+    left = [number / 9 for number in range(9, 0, -1)]  # the share of the steps behind the warmup
     if schedule == "constant":
         left = [1.0] * 9
     if schedule == "cosine":

@@ -15,7 +15,7 @@ TOKENS = {  # of code at most: without comments, docstrings, line ends and inden
     "grpo_humanline.py": 4510,
     "grpo_math_humanline.py": 5060,
     "run.py": 2735,
-    "utils.py": 5935,
+    "utils.py": 5940,
 }
 MAIN = {"dpo_humanline.py": (130, 60)}  # lines and names at most; of the others (140, 65)
 SCRIPTS = [name for name in TOKENS if name.endswith("_humanline.py")]

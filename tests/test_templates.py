@@ -21,9 +21,9 @@ PROMPT = [{"role": "user", "content": QUESTION}]
 def bytes_or_pieces(kind: str, template: str | None) -> PreTrainedTokenizerFast:
     special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|end_header_id|>", "<bos>"]
     if kind == "bytes":
-        vocab = {token: i for i, token in enumerate(pre_tokenizers.ByteLevel.alphabet())}
-        raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-        raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        vocab = {token: i for i, token in enumerate([*pre_tokenizers.ByteLevel.alphabet(), "?I"])}
+        raw = Tokenizer(models.BPE(vocab=vocab, merges=[("?", "I")]))
+        raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         raw.decoder = decoders.ByteLevel()
     else:
         letters = "▁\n<>|_ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz?.,0123456789"
@@ -74,4 +74,4 @@ def test_an_end_that_the_tokenizer_adds_does_not_end_the_prompt():
     assert tokenizer(QUESTION).input_ids[-1] == tokenizer.eos_token_id
     assert tokenizer.decode(encode(tokenizer, QUESTION)[0]) == QUESTION
     prompt_ids, ids = encode(tokenizer, QUESTION, ANSWER)
-    assert tokenizer.decode([*prompt_ids, *ids]) == QUESTION + ANSWER + end
+    assert tokenizer.decode([*prompt_ids, *ids]) == QUESTION + ANSWER + end  # "?I" would be a token
