@@ -523,9 +523,9 @@ def main(args: Args):
 
     # run
     output_dir = run.open_folder(args, __file__)
+    checkpoint = run.newest_checkpoint(output_dir)
     before = evaluate(args, policy, sampler, held_out)  # of the initial policy, also on resume
-    data_hash = run.hash_data(groups)
-    progress = run.load_checkpoint(output_dir, policy, reference, optimizer, data_hash)
+    progress = run.load_checkpoint(checkpoint, policy, reference, optimizer, run.hash_data(groups))
     run.save_args(args, output_dir, __file__)
     log = run.Log(output_dir, progress.step, before)
     signals = run.Signals()  # one ends the run after the step, with a checkpoint

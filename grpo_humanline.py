@@ -203,7 +203,7 @@ def encode_row(args, tokenizer, eos_ids, row):
     """
     utils.check_columns(row)  # an error for text in other columns, such as "system" (utils.NOT_READ)
     prompt, completions = read_pair(row)
-    if "completions" not in row:  # a pair is a group of two (C.1.3); a prompt alone needs no score
+    if not row.get("completions"):  # a pair is a group of two (C.1.3); a prompt alone needs no score
         return encode_group(args, tokenizer, eos_ids, prompt, completions, [1.0, 0.0])
     completions = row["completions"]
     scores = row["scores"]
@@ -552,9 +552,9 @@ def main(args: Args):
 
     # run
     output_dir = run.open_folder(args, __file__)
+    checkpoint = run.newest_checkpoint(output_dir)
     before = evaluate(args, policy, sampler, held_out)  # of the initial policy, also on resume
-    data_hash = run.hash_data(groups)
-    progress = run.load_checkpoint(output_dir, policy, reference, optimizer, data_hash)
+    progress = run.load_checkpoint(checkpoint, policy, reference, optimizer, run.hash_data(groups))
     if any(len(group) != args.group_size for group in progress.pool):
         run.fail("--group-size: groups of another size wait for a step; keep it")
     run.save_args(args, output_dir, __file__)

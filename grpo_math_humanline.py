@@ -616,9 +616,9 @@ def main(args: Args):
 
     # run
     output_dir = run.open_folder(args, __file__)
+    checkpoint = run.newest_checkpoint(output_dir)
     before = evaluate(args, policy, sampler, grader, held_out)  # of the initial policy, also on resume
-    data_hash = run.hash_data(groups)
-    progress = run.load_checkpoint(output_dir, policy, reference, optimizer, data_hash)
+    progress = run.load_checkpoint(checkpoint, policy, reference, optimizer, run.hash_data(groups))
     if any(len(group) != args.group_size for group in progress.pool):
         run.fail("--group-size: groups of another size wait for a step; keep it")
     run.save_args(args, output_dir, __file__)

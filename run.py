@@ -64,12 +64,11 @@ def parse_args(Args, file: str, doc: str, toy, toy_online, flags=None):
     return args
 
 
-# Least values. Of flags that are not here it is 0. A group of one has no advantage, and is no pair.
-COUNTS = "k batch_size prompts_per_step sample_every round_prompts max_length"
+# Least values. Of flags that are not here it is 0. A group of one has no advantage.
+COUNTS = "k batch_size prompts_per_step sample_every round_prompts samples_per_prompt max_length"
 COUNTS += " max_new_tokens eval_samples_per_problem generation_batch_size vllm_tensor_parallel"
 LEAST = dict.fromkeys(COUNTS.split(), 1)
-LEAST |= dict(group_size=2, samples_per_prompt=2)
-LEAST |= dict(max_grad_norm=1e-9, temperature=1e-9, top_p=1e-9, log_epsilon_P=-math.inf)
+LEAST |= dict(group_size=2, max_grad_norm=1e-9, temperature=1e-9, top_p=1e-9, log_epsilon_P=-math.inf)
 MOST = dict(top_p=1, warmup_fraction=1, vllm_memory=1, log_epsilon_P=-1e-9)
 
 
@@ -114,15 +113,12 @@ def exit_on_error(place: str, kind: type = Exception):
     """An exception inside ends the run with a line that names the place."""
     try:
         yield
+    except SystemExit:  # of `fail`
+        raise
     except kind as error:
-        fail(f"{place}: {describe(error)}")
-
-
-def describe(error) -> str:
-    """In one line. DCP's errors have a traceback inside."""
-    lines = str(error).strip().split("\n")
-    number = -1 if "Traceback" in str(error) else 0
-    return f"{type(error).__name__}: {lines[number]}"
+        lines = str(error).strip().split("\n")
+        number = -1 if "Traceback" in str(error) else 0  # DCP's have one inside
+        fail(f"{place}: {type(error).__name__}: {lines[number]}")
 
 
 def compare_ranks(name: str, value):
@@ -222,6 +218,22 @@ def find_checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*[0-9]"), key=lambda path: int(path.name[5:]), reverse=True)
 
 
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that is whole. Ends the run if there is none, but steps were made."""
+    for checkpoint in find_checkpoints(folder / "checkpoints"):
+        try:
+            Progress(**json.loads((checkpoint / "state.json").read_text()))
+            for part in dcp.FileSystemReader(checkpoint).read_metadata().storage_data.values():
+                if (checkpoint / part.relative_path).stat().st_size < part.offset + part.length:
+                    raise ValueError(f"{part.relative_path} is cut")
+            return checkpoint
+        except Exception as error:
+            say(f"skipped {checkpoint} (damaged: {error})")
+    if (folder / "metrics.jsonl").exists():
+        fail(f"--resume {folder}: it has no whole checkpoint; begin anew in another folder")
+    return None
+
+
 def training_state(policy, reference, optimizer):
     moments = dcp_state.get_optimizer_state_dict(policy, optimizer)
     return {"policy": policy.state_dict(), "optimizer": moments, "reference": reference.state_dict()}
@@ -252,36 +264,32 @@ def save_checkpoint(args, output_dir: Path, policy, reference, optimizer, progre
     dist.barrier()
 
 
-def load_checkpoint(folder: Path, policy, reference, optimizer, data_hash: str) -> Progress:
-    """Restores the newest checkpoint that is whole, in place, on any number of ranks. A new run has none.
+@exit_on_error("--resume", BaseException)
+def load_checkpoint(folder: Path | None, policy, reference, optimizer, data_hash: str) -> Progress:
+    """Restores weights and optimizer in place, on any number of ranks. Without a folder the run is a new one.
 
     data_hash: of what this run reads.
     """
-    for checkpoint in find_checkpoints(folder / "checkpoints"):
-        try:
-            progress = Progress(**json.loads((checkpoint / "state.json").read_text()))
-            saved_names = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-            state = training_state(policy, reference, optimizer)
-            names = {f"policy.{name}" for name in state["policy"]}
-            if names != {name for name in saved_names if name.startswith("policy.")}:
-                fail(f"--model: {checkpoint} has other weights")
-            if progress.data_hash != data_hash:
-                fail(f"--dataset, or its tokens, changed since {checkpoint}; bring it back")
-            # A weight that never had a gradient has no moments there: they stay 0.
-            planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-            dcp.load(state, checkpoint_id=checkpoint, planner=planner)  # in place; the optimizer's are copies
-            compare_ranks("the newest checkpoint that can be read", str(checkpoint))
-            dcp_state.set_optimizer_state_dict(policy, optimizer, state["optimizer"])
-            for i, group in enumerate(progress.pool):
-                progress.pool[i] = tuple(utils.Example(*values) for values in group)
-            say(f"{progress.step} steps are done: goes on from {checkpoint}")
-            return progress
-        except (Exception, dcp.CheckpointException) as error:
-            say(f"skipped {checkpoint}, which is damaged: {describe(error)}")
-    if (folder / "metrics.jsonl").exists():
-        fail(f"--resume {folder}: it has no whole checkpoint; begin anew in another folder")
-    dist.barrier()  # no rank still looks for metrics.jsonl when rank 0 begins to write it
-    return Progress(data_hash)
+    # A barrier too: no rank still looks for metrics.jsonl when rank 0 begins to write it.
+    compare_ranks("the newest whole checkpoint", str(folder))
+    if folder is None:
+        return Progress(data_hash)
+    progress = Progress(**json.loads((folder / "state.json").read_text()))
+    if progress.data_hash != data_hash:
+        raise ValueError("--dataset, or its tokens, changed; bring it back")
+    state = training_state(policy, reference, optimizer)
+    saved_names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    names = {f"policy.{name}" for name in state["policy"]}
+    if names != {name for name in saved_names if name.startswith("policy.")}:
+        raise ValueError("it has other weights than --model")
+    # A weight that never had a gradient has no moments there: they stay 0.
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(state, checkpoint_id=folder, planner=planner)  # in place; the optimizer's are copies
+    dcp_state.set_optimizer_state_dict(policy, optimizer, state["optimizer"])
+    for i, group in enumerate(progress.pool):
+        progress.pool[i] = tuple(utils.Example(*values) for values in group)
+    say(f"{progress.step} steps are done: goes on from {folder}")
+    return progress
 
 
 @exit_on_error("final/ was not written")
@@ -420,9 +428,10 @@ def report(log: Log, before, after):
     log.write_points(evaluation_means(after))
     summary = {"before": before.statistics, "after": after.statistics}
     write(folder / "summary.json", json.dumps(summary, indent=2))
-    outputs = []
-    for sample in after.samples:
-        outputs.append({"instruction": question(sample), "output": sample.text, "generator": folder.name})
+    outputs = [
+        {"instruction": question(sample), "output": sample.text, "generator": folder.name}
+        for sample in after.samples
+    ]
     if outputs:
         write(folder / "outputs.json", json.dumps(outputs, indent=2, ensure_ascii=False))
     print(f"\n{'mean ± standard error':24}{'before':>20}{'after':>20}")

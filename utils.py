@@ -255,12 +255,15 @@ def locate(targets, start, size):
     return nearest, nearest == columns
 
 
+MAX_KEPT = 2**28  # logits of a pass that may stay in memory for the backward pass, 1 GiB in fp32
+
+
 class HeadLogps(torch.autograd.Function):
     """log softmax(z)[target], (N,), of the logits z = head(hidden) / temperature, (N, V), in fp32 or wider.
 
     z would be the largest tensor of a pass by far. Here it never is one: it comes in blocks of block_size
-    columns, which the backward pass computes again. (Blocks of the N tokens would each add to the whole
-    d_weight, and round in bf16.) With L = log Σ_v exp z_v,
+    columns, which the backward pass computes again if there are more than MAX_KEPT. (Blocks of the N tokens
+    would each add to the whole d_weight, and round in bf16.) With L = log Σ_v exp z_v,
 
         log softmax(z)[target] = z[target] - L
         its gradient in z      = onehot(target) - exp(z - L)
@@ -270,8 +273,11 @@ class HeadLogps(torch.autograd.Function):
     def forward(ctx, hidden, targets, weight, bias, block_size, softcap, temperature):
         # hidden (N, D), targets (N,), weight (V, D), bias (V,) or None
         ctx.settings = (block_size, softcap, temperature)
+        ctx.kept = []  # blocks
+        N = len(hidden)
+        keep = ctx.needs_input_grad[0] and N * len(weight) <= MAX_KEPT
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        L = hidden.new_full((len(hidden), 1), -math.inf, dtype=dtype)  # of the blocks so far
+        L = hidden.new_full((N, 1), -math.inf, dtype=dtype)  # of the blocks so far
         z_target = torch.full_like(L, math.nan)  # it stays so if a token is not in the vocabulary
         for start in range(0, len(weight), block_size):
             z = head_logits(hidden, weight, bias, start, *ctx.settings)
@@ -279,6 +285,8 @@ class HeadLogps(torch.autograd.Function):
             L = torch.logaddexp(L, L_block)
             columns, inside = locate(targets, start, z.shape[1])
             z_target = torch.where(inside, z.gather(1, columns), z_target)
+            if keep:
+                ctx.kept.append(z)
             del z  # or two blocks would be in memory at once
         ctx.save_for_backward(hidden, targets, weight, bias, L)
         return (z_target - L).sum(-1)  # not [:, 0], a view: FSDP2 warns of those
@@ -293,7 +301,10 @@ class HeadLogps(torch.autograd.Function):
         d_bias = None if bias is None else torch.empty_like(bias)
         for start in range(0, len(weight), block_size):
             block = slice(start, start + block_size)
-            z = head_logits(hidden, weight, bias, start, *ctx.settings)
+            if ctx.kept:
+                z = ctx.kept.pop(0)
+            else:
+                z = head_logits(hidden, weight, bias, start, *ctx.settings)
             if softcap:
                 slope = 1 - (z * (temperature / softcap)) ** 2  # of tanh
             columns, inside = locate(targets, start, z.shape[1])
@@ -537,8 +548,9 @@ def completion_logps(model, examples: list[Example]):
     for indices in make_micro_batches(lengths, world)[dist.get_rank() :: world]:
         # A rank with nothing to do must still take part in gathering weights: it reads some example.
         rows = indices or [0]
-        values = token_logps(model, input_ids[rows], mask[rows])
-        logps[indices] = values[: len(indices)].double()
+        longest = max(lengths[i] for i in rows)
+        values = token_logps(model, input_ids[rows, :longest], mask[rows, :longest])
+        logps[indices, :longest] = values[: len(indices)].double()
     dist.all_reduce(logps)
     return logps.cpu(), mask.double().cpu()
 

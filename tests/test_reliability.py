@@ -16,6 +16,8 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from test_resume import lines, same
 
+from run import newest_checkpoint
+
 SHORT = ["--num-steps", "2", "--batch-size", "4", "--eval-samples", "0", "--checkpoint-every", "0"]
 SHORT += ["--k", "2", "--dtype", "float64", "--max-new-tokens", "8", "--dataset", PAIRS]
 RUN = ["--num-steps", "12", "--k", "3", "--batch-size", "8", "--checkpoint-every", "4", "--eval-samples", "2"]
@@ -119,11 +121,11 @@ def test_an_offline_run_goes_on_online(copy):
 def test_a_resume_that_fails_leaves_the_folder_as_it_was(copy, whole, tmp_path):
     before = contents(copy)
     model = changed_policy(tmp_path / "small", without("layers.1."), num_hidden_layers=1)
-    assert refused(["--resume", str(copy), "--model", model]).startswith("error: --model: ")
+    assert refused(["--resume", str(copy), "--model", model]).startswith("error: --resume: ")
     rows = open(PAIRS).read().splitlines(keepends=True)
     (tmp_path / "rows.jsonl").write_text("".join(rows[1:]))
     said = refused(["--resume", str(copy), "--dataset", str(tmp_path / "rows.jsonl")])
-    assert said.startswith("error: --dataset, or its tokens, changed since ")
+    assert said == "error: --resume: ValueError: --dataset, or its tokens, changed; bring it back\n"
     assert contents(copy) == before
     (tmp_path / "rows.jsonl").write_text("".join(rows))  # the same content under another name
     run_ranks(1, [["--resume", str(copy), "--dataset", str(tmp_path / "rows.jsonl")]])
@@ -133,37 +135,47 @@ def test_a_resume_that_fails_leaves_the_folder_as_it_was(copy, whole, tmp_path):
 # --- checkpoints ---
 
 
-def cut(path):
-    os.truncate(path, path.stat().st_size // 2)
+def cut(path, share=0.5):
+    os.truncate(path, int(path.stat().st_size * share))
 
 
 DAMAGES = {
+    "an empty shard": lambda step: cut(step / "__0_0.distcp", 0),
     "a cut shard": lambda step: cut(step / "__0_0.distcp"),
-    "a shard overwritten": lambda step: (step / "__0_0.distcp").write_bytes(bytes(10**6)),
     "no metadata": lambda step: (step / ".metadata").unlink(),
     "metadata overwritten": lambda step: (step / ".metadata").write_bytes(bytes(999)),
     "a cut state": lambda step: cut(step / "state.json"),
+    "no state": lambda step: (step / "state.json").unlink(),
     "another state": lambda step: (step / "state.json").write_text("[1]"),
     "an empty folder": lambda step: (shutil.rmtree(step), step.mkdir()),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_run_goes_on_from_the_newest_checkpoint_that_is_whole(copy, whole, damage):
+def test_the_newest_checkpoint_that_is_whole_is_taken(copy, one_rank, capsys, damage):
     older, newer = copy / "checkpoints" / "step-8", copy / "checkpoints" / "step-12"
     shutil.copytree(older, copy / "checkpoints" / "step-99.bak")
+    assert newest_checkpoint(copy) == newer
     DAMAGES[damage](newer)
+    assert newest_checkpoint(copy) == older
+    assert capsys.readouterr().out.startswith(f"skipped {newer} (damaged: ")
+
+
+def test_a_run_goes_on_from_a_whole_checkpoint_alone(copy, whole):
+    cut(copy / "checkpoints" / "step-12" / "__0_0.distcp")
     output = run_ranks(1, [["--resume", str(copy)]])
-    assert output.count(f"skipped {newer}, which is damaged: ") == 1
-    assert f"8 steps are done: goes on from {older}\n" in output
+    assert f"8 steps are done: goes on from {copy}/checkpoints/step-8\n" in output
     same(copy, whole)
-
-
-def test_without_a_whole_checkpoint_a_run_does_not_go_on(copy):
     for step in (copy / "checkpoints").iterdir():
-        DAMAGES["a cut shard"](step)
+        cut(step / "__0_0.distcp")
     assert f"--resume {copy}: it has no whole checkpoint" in refused(["--resume", str(copy)])
     assert lines(copy) == 12
+
+
+def test_a_checkpoint_with_its_bytes_overwritten_is_told(copy):
+    path = copy / "checkpoints" / "step-12" / "__0_0.distcp"
+    path.write_bytes(bytes(path.stat().st_size))
+    assert refused(["--resume", str(copy)]).startswith("error: --resume: ")
 
 
 @pytest.mark.parametrize("left", ["half a line more", "nothing"])
