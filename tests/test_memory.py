@@ -119,8 +119,7 @@ def material(tmp_path_factory) -> Path:
     "script, ranks, flags, visible",
     [
         ("dpo", 2, ["--batch-size=8", "--gradient-checkpointing"], ["Adam moments", "head, temporaries"]),
-        ("grpo", 1, ["--batch-size=12", "--micro-batch-tokens=768"], ["gradients"]),
-        ("grpo", 1, ["--batch-size=12"], ["activations"]),
+        ("grpo", 1, ["--batch-size=16", "--micro-batch-tokens=1024"], ["gradients", "activations"]),
     ],
 )
 def test_estimate_is_the_measured_peak(material, tmp_path, script, ranks, flags, visible):
