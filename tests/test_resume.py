@@ -12,9 +12,11 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import PAIRS, ROOT, TOY, finish, free_port, metrics, read_pool, refused, run_ranks, start_ranks
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from run import Progress, save_checkpoint
@@ -253,3 +255,17 @@ def test_the_newest_checkpoints_stay(save, tmp_path, keep, stay):
     assert {int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir()} == stay
     (tmp_path / "checkpoints" / "step-99").mkdir()  # damaged: the run went on from step 15
     assert save(20, keep=keep).exists()
+
+
+def test_a_resumed_run_is_one_run_in_tensorboard(tmp_path):
+    folder = tmp_path / "tracked"
+    short = ["--dataset", PAIRS, "--eval-dataset", f"{TOY}/prompts_test.jsonl.gz", "--eval-samples", "8"]
+    run_ranks(1, [[*short, "--num-steps", "3", "--output-dir", str(folder)]])
+    run_ranks(1, [["--resume", str(folder), "--num-steps", "5"]])
+    before, after = json.loads((folder / "summary.json").read_text()).values()
+    events = EventAccumulator(str(folder)).Reload()
+    values = {(event.step, event.value) for event in events.Scalars("eval/reward")}
+    assert values == {(0, np.float32(before["eval/reward"][0])), (5, np.float32(after["eval/reward"][0]))}
+    for key in ("loss", "grad_norm", "rewards/margins"):
+        found = [event.value for event in events.Scalars(key)]
+        assert found == pytest.approx([step[key] for step in metrics(folder)], rel=1e-6)

@@ -25,16 +25,7 @@ CHANGED_LINES = {  # of `diff` at most
     ("grpo_humanline.py", "grpo_math_humanline.py"): 480,  # the one reads pairs, the other grades answers
 }
 # Each script's own.
-OWN = {
-    "Args",
-    "Evaluation",
-    "encode_row",
-    "make_group",
-    "make_sampler",
-    "group_advantages",
-    "evaluate",
-    "main",
-}
+OWN = set("Args Evaluation encode_row make_group make_sampler group_advantages evaluate main".split())
 BANNERS = ["Args", "Loss", "Data", "Models", "Rounds and evaluation", "Training"]
 SILENT = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
 COMPREHENSION = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
