@@ -11,9 +11,8 @@ tokens, and gradients from the pass before where a step takes several. "auto" is
 for --engine, as on CUDA.
 
 Not modelled: the CUDA context and libraries; NCCL's buffers; fragmentation; workspaces of kernels; a forward
-pass that gathers the next unit early; what vLLM keeps asleep; activations of the reward model, of evaluation,
-of KTO's z_0 and of transformers' sampling, of which weights and cache are counted; loading, checkpoints and
-export.
+pass that gathers the next unit early; what vLLM keeps asleep; activations of the reward model, evaluation,
+KTO's z_0 and transformers' sampling, of which weights and cache are counted; loading, checkpoints, export.
 """
 
 import time
