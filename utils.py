@@ -648,7 +648,7 @@ class TransformersEngine:
         self.max_length = sampler.max_length
         self.model.generation_config = GenerationConfig(  # none of the model's own settings
             do_sample=True,
-            temperature=sampler.temperature,
+            temperature=sampler.temperature or 1e-6,  # 0: greedy
             top_p=sampler.top_p,
             top_k=0,
             remove_invalid_values=True,  # NaN is for check_engine to report
@@ -773,7 +773,7 @@ class Sampler:
     engine: str  # vllm, hf, or auto: vLLM where installed
     max_length: int  # of prompt and completion, tokens
     max_new_tokens: int
-    temperature: float
+    temperature: float  # 0: greedy
     top_p: float
     batch_size: int  # sequences, for hf
     vllm_memory: float  # share of a GPU's
