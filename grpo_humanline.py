@@ -158,9 +158,7 @@ def group_advantages(rewards):
 
 
 def clip_log_ratio(args, log_ratio):
-    """log π_θ/π_ref for the loss (of GRPO's for the ratio alone), (B, T): beyond a bound the bound, which has
-    no gradient.
-    """
+    """log π_θ/π_ref for the loss (GRPO: for its ratio), (B, T): beyond a bound the bound, no gradient."""
     if not args.humanline or not args.clip:
         return log_ratio
     return log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)  # humanline clipping (§5.1, Figure 4)
@@ -574,7 +572,7 @@ def main(args: Args):
                 new_groups, rollout = sample_round(args, sampler, policy, groups, progress.round)
                 progress.pool += new_groups  # behind what is left of the last round
                 metrics |= rollout
-                sync_reference(reference, policy)  # Algorithm 1, also without humanline: of the round's start
+                sync_reference(reference, policy)  # Algorithm 1: at the round's start, humanline or not
                 progress.last_round = step
                 progress.last_sync = step
             batch = progress.pool[:groups_per_step]

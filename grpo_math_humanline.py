@@ -165,9 +165,7 @@ def group_advantages(rewards):
 
 
 def clip_log_ratio(args, log_ratio):
-    """log π_θ/π_ref for the loss (of GRPO's for the ratio alone), (B, T): beyond a bound the bound, which has
-    no gradient.
-    """
+    """log π_θ/π_ref for the loss (GRPO: for its ratio), (B, T): beyond a bound the bound, no gradient."""
     if not args.humanline or not args.clip:
         return log_ratio
     return log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)  # humanline clipping (§5.1, Figure 4)

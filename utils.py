@@ -1,7 +1,8 @@
-"""Log-probability and evaluation helpers shared by the four humanline scripts.
+"""Log-probability and evaluation helpers shared by the four humanline scripts: token ids, token log-probs,
+models and engines that sample, rewards, statistics.
 
-B sequences, T tokens, N completion tokens, V vocabulary, D hidden size. Log-probs are in nats. A mask is 1 at
-completion tokens, else 0. No function here reads a script's flags.
+B sequences, T tokens, N completion tokens (in rewards and statistics: samples), V vocabulary, D hidden size.
+Log-probs are in nats. A mask is 1 at completion tokens, else 0. No function here reads a script's flags.
 """
 
 import gc
