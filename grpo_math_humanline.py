@@ -256,8 +256,7 @@ def draw_batch(groups, number: int, size: int, seed: int):
     batches_per_epoch = len(groups) // size
     epoch, batch = divmod(number, batches_per_epoch)
     order = np.random.default_rng((seed, epoch)).permutation(len(groups))
-    positions = order[batch * size : (batch + 1) * size]
-    return [groups[i] for i in positions]
+    return [groups[i] for i in order[batch * size : (batch + 1) * size]]
 
 
 # === Models ===
@@ -266,8 +265,6 @@ def setup(args):
 
     Ends the run if the ranks have other flags or another script.
     """
-    rank = int(os.environ.get("RANK", 0))
-    world = int(os.environ.get("WORLD_SIZE", 1))
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         # Lengths vary, and memory would be in pieces. It is read when CUDA starts.
@@ -280,14 +277,15 @@ def setup(args):
         backend = "gloo"
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # as torchrun does, so that numbers are the same without it
-    # Without torchrun there is no address to meet at.
-    store = None if "RANK" in os.environ else dist.HashStore()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:  # without torchrun there is no address to meet at
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     run.compare_programs(args, __file__)
     transformers.utils.logging.disable_progress_bar()
     if args.dtype == "auto":
         args.dtype = "bfloat16" if device.type == "cuda" else "float32"
-    return rank, world, device
+    return dist.get_rank(), dist.get_world_size(), device
 
 
 def decoder_blocks(model):
@@ -328,14 +326,19 @@ def shard_model(args, model, device):
 
 def load_models(args, frozen_dtype: torch.dtype, device):
     """Policy, stored in fp32, and reference, stored in `frozen_dtype`; both compute in --dtype."""
-    options = dict(trust_remote_code=args.trust_remote_code)
-    config = AutoConfig.from_pretrained(args.model, **options)
+    config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
     longest = max(args.max_length, args.max_prompt_length + args.max_new_tokens)
     utils.check_positions(config, longest, args.max_new_tokens)
     config.dtype = None  # so that "auto" is the files' dtype
 
     def load(dtype):
-        model = utils.load_pretrained(AutoModelForCausalLM, args.model, config=config, dtype=dtype, **options)
+        model = utils.load_pretrained(
+            AutoModelForCausalLM,
+            args.model,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=args.trust_remote_code,
+        )
         run.compare_ranks("the checksum of --model's weights", utils.checksum(model))
         return shard_model(args, model, device)
 

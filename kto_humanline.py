@@ -294,8 +294,7 @@ def draw_batch(groups, number: int, size: int, seed: int):
     batches_per_epoch = len(groups) // size
     epoch, batch = divmod(number, batches_per_epoch)
     order = np.random.default_rng((seed, epoch)).permutation(len(groups))
-    positions = order[batch * size : (batch + 1) * size]
-    return [groups[i] for i in positions]
+    return [groups[i] for i in order[batch * size : (batch + 1) * size]]
 
 
 def mismatch(examples: list[utils.Example], group_size: int):
@@ -319,8 +318,6 @@ def setup(args):
 
     Ends the run if the ranks have other flags or another script.
     """
-    rank = int(os.environ.get("RANK", 0))
-    world = int(os.environ.get("WORLD_SIZE", 1))
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         # Lengths vary, and memory would be in pieces. It is read when CUDA starts.
@@ -333,14 +330,15 @@ def setup(args):
         backend = "gloo"
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # as torchrun does, so that numbers are the same without it
-    # Without torchrun there is no address to meet at.
-    store = None if "RANK" in os.environ else dist.HashStore()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:  # without torchrun there is no address to meet at
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     run.compare_programs(args, __file__)
     transformers.utils.logging.disable_progress_bar()
     if args.dtype == "auto":
         args.dtype = "bfloat16" if device.type == "cuda" else "float32"
-    return rank, world, device
+    return dist.get_rank(), dist.get_world_size(), device
 
 
 def decoder_blocks(model):
@@ -381,14 +379,19 @@ def shard_model(args, model, device):
 
 def load_models(args, frozen_dtype: torch.dtype, device):
     """Policy, stored in fp32, and reference, stored in `frozen_dtype`; both compute in --dtype."""
-    options = dict(trust_remote_code=args.trust_remote_code)
-    config = AutoConfig.from_pretrained(args.model, **options)
+    config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
     longest = max(args.max_length, args.max_prompt_length + args.max_new_tokens)
     utils.check_positions(config, longest, args.max_new_tokens)
     config.dtype = None  # so that "auto" is the files' dtype
 
     def load(dtype):
-        model = utils.load_pretrained(AutoModelForCausalLM, args.model, config=config, dtype=dtype, **options)
+        model = utils.load_pretrained(
+            AutoModelForCausalLM,
+            args.model,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=args.trust_remote_code,
+        )
         run.compare_ranks("the checksum of --model's weights", utils.checksum(model))
         return shard_model(args, model, device)
 
@@ -446,10 +449,7 @@ def best_and_worst(samples: list[utils.Example], threshold: float):
 def make_group(args, samples: list[utils.Example]):
     """The best and the worst of one prompt's samples, the one desirable, the other not (C.1.2); or ()."""
     pair = best_and_worst(samples, args.reward_threshold)
-    if not pair:
-        return ()
-    best, worst = pair
-    return best._replace(reward=1.0), worst._replace(reward=0.0)
+    return tuple(sample._replace(reward=label) for sample, label in zip(pair, (1.0, 0.0)))
 
 
 def sample_round(args, sampler, policy, groups: list[tuple], number: int):
@@ -459,8 +459,7 @@ def sample_round(args, sampler, policy, groups: list[tuple], number: int):
         The groups of those prompts whose samples make one, and metrics.
     """
     size = min(args.round_prompts, len(groups))
-    drawn = draw_batch(groups, number - 1, size, args.seed)
-    prompts = [group[0] for group in drawn]
+    prompts = [group[0] for group in draw_batch(groups, number - 1, size, args.seed)]
     with run.exit_on_error(f"round {number}", ValueError):
         samples, metrics = sampler.sample(policy, prompts, args.samples_per_prompt, (args.seed, number))
     new_groups = []
@@ -495,8 +494,9 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
         logps, mask = utils.completion_logps(policy, examples)  # (B, T) each
         log_ratio = logps - (initial.logps if initial else logps)  # 0 before training
         desirable = torch.tensor([example.reward > 0 for example in examples])
-        lambdas = (args.lambda_D, args.lambda_U)
-        losses, rewards = kto_loss(log_ratio, mask, desirable, 0.0, args.beta, *lambdas)  # (B,) each
+        losses, rewards = kto_loss(  # (B,) each
+            log_ratio, mask, desirable, 0.0, args.beta, args.lambda_D, args.lambda_U
+        )
         gain = torch.where(desirable, rewards, -rewards)
         values["eval/loss"] = losses
         values["eval/accuracy"] = utils.win_rate(gain, 0)
@@ -510,7 +510,7 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
             values[f"eval/{name}"] = statistic  # length, finished, and reward if there is a reward model
         if args.reward_model:
             baseline = initial.samples if initial else samples
-            rewards = torch.tensor([sample.reward for sample in baseline], dtype=torch.float64)
+            rewards = utils.sample_statistics(baseline)["reward"]
             values["eval/win_rate"] = utils.win_rate(values["eval/reward"], rewards)
     return Evaluation(utils.means(values), logps, samples)
 
@@ -574,7 +574,6 @@ def main(args: Args):
     log = run.Log(output_dir, progress.step, before)
     signals = run.Signals()  # one ends the run after the step, with a checkpoint
 
-    lambdas = (args.lambda_D, args.lambda_U)
     steps = range(progress.step, args.num_steps)
     bar = tqdm(steps, initial=progress.step, total=args.num_steps, disable=rank != 0)
     for step in bar:
@@ -622,7 +621,9 @@ def main(args: Args):
             logps = utils.token_logps(policy, input_ids, mask)  # (B, T)
             log_ratio = logps - ref_logps  # (B, T)
             clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
-            losses, rewards = kto_loss(clipped_log_ratio, mask, desirable, z_0, args.beta, *lambdas)  # (B,)
+            losses, rewards = kto_loss(  # (B,) each
+                clipped_log_ratio, mask, desirable, z_0, args.beta, args.lambda_D, args.lambda_U
+            )
             (losses.sum() / args.batch_size).backward()
 
             values = example_metrics(losses, rewards, desirable, z_0, args.beta)

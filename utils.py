@@ -487,11 +487,11 @@ def choose_attention(model, longest: int) -> str:
     # Packing replaces sdpa alone, in models that hand `starts` on and have no window or state.
     implementations = ["loop", own]
     reasons = ""
-    if logits.is_cuda and logits.dtype == torch.bfloat16:
-        implementations.insert(0, "varlen")
     if own != "sdpa" or not model._supports_attention_backend or longest > window or may_carry_state:
         implementations = [own]
         reasons = "; packing is ruled out by a window, a state or the model's code"
+    elif logits.is_cuda and logits.dtype == torch.bfloat16:
+        implementations = ["varlen", "loop", own]
     input_ids = text.expand(2, 16)
     mask = torch.ones(2, 16, device=model.device)
     mask[:, 0] = 0
@@ -583,9 +583,8 @@ def check_positions(config, longest: int, max_new_tokens: int):
 
 
 def load_pretrained(auto, name: str, **options):
-    """A model from safetensors files. Raises ValueError if weights are missing, or some are no weights of it.
-
-    transformers would only warn, and train on random ones. Buffers are computed where they are missing.
+    """A model from safetensors files. Raises ValueError if weights are missing: transformers would only warn,
+    and train on random ones.
     """
     model, info = auto.from_pretrained(
         name,
@@ -593,15 +592,9 @@ def load_pretrained(auto, name: str, **options):
         use_safetensors=True,
         **options,
     )
-    weights = dict(model.named_parameters())
-    buffers = {name.split(".")[-1] for name, _ in model.named_buffers()}
-    for kind in ("missing_keys", "unexpected_keys"):
-        for key in sorted(info[kind]):
-            # A buffer may be missing, or left over from an older version, where it may have stood in another
-            # module: so its last name counts (rotary_emb.inv_freq, layers.0.self_attn.rotary_emb.inv_freq).
-            is_buffer = key not in weights and key.split(".")[-1] in buffers
-            if not is_buffer:
-                raise ValueError(f"{kind} of {auto.__name__}: {key}")
+    missing = dict(model.named_parameters()).keys() & info["missing_keys"]  # buffers are computed
+    if missing:
+        raise ValueError(f"its files have no {min(missing)}")
     model.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}  # for run.export
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # the others ignore it (Gemma 2)
@@ -666,13 +659,12 @@ class TransformersEngine:
         device = self.model.device
         outputs = []
         for prompts, seed in tqdm(batches, "sampling", leave=False, disable=dist.get_rank() != 0):
-            input_ids = pad_rows(prompts, device, side="left")
-            attention_mask = pad_rows([[1] * len(ids) for ids in prompts], device, side="left")
-            width = input_ids.shape[1]
+            padded = pad_rows(prompts, device, -1, "left")
+            width = padded.shape[1]
             torch.manual_seed(seed)
             ids = self.model.generate(
-                input_ids,
-                attention_mask=attention_mask,
+                padded.clamp(0),
+                attention_mask=(padded >= 0).long(),
                 max_length=min(width + self.max_new_tokens, self.max_length),
             )
             completions = ids[:, width:].tolist()
@@ -809,8 +801,7 @@ class Sampler:
             self.running.update((name, parameter.full_tensor()) for name, parameter in named)
             outputs = self.generate([prompt.prompt_ids for prompt in repeated], seed)
         samples = []
-        reported = []  # log-probs
-        for prompt, (ids, logps) in zip(repeated, outputs):
+        for prompt, (ids, _) in zip(repeated, outputs):
             sample = prompt._replace(
                 completion_ids=ids,
                 reward=math.nan,
@@ -818,8 +809,8 @@ class Sampler:
                 finished=ids[-1] in self.eos_ids,
             )
             samples.append(sample)
-            reported.append(logps)
-        difference = self.check_engine(policy, samples[:CHECKED], reported[:CHECKED])
+        reported = [logps for _, logps in outputs[:CHECKED]]
+        difference = self.check_engine(policy, samples[:CHECKED], reported)
         if self.reward_model:
             model, tokenizer = self.judge
             model.to(self.device)

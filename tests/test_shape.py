@@ -10,12 +10,12 @@ from conftest import ROOT
 
 pytestmark = pytest.mark.shape  # whoever changes a script tests what it does, not how long it is
 TOKENS = {  # of code at most: without comments, docstrings, line ends and indents
-    "dpo_humanline.py": 4060,
-    "kto_humanline.py": 4610,
-    "grpo_humanline.py": 4510,
-    "grpo_math_humanline.py": 5060,
+    "dpo_humanline.py": 4000,
+    "kto_humanline.py": 4550,
+    "grpo_humanline.py": 4450,
+    "grpo_math_humanline.py": 5000,
     "run.py": 2805,
-    "utils.py": 6025,
+    "utils.py": 5960,
 }
 MAIN = {"dpo_humanline.py": (130, 60)}  # lines and names at most; of the others (140, 65)
 SCRIPTS = [name for name in TOKENS if name.endswith("_humanline.py")]
