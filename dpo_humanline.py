@@ -1,4 +1,4 @@
-"""Humanline DPO: preference optimization against a reference that follows one step behind the policy.
+"""Humanline DPO: preference optimization against a reference that follows the policy.
 
 "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207), equation 6. Two lines make DPO humanline:
 `grep -n "# humanline [cs]" dpo_humanline.py`.
@@ -548,7 +548,7 @@ def main(args: Args):
                 progress.last_sync = step
             batch = progress.pool[:groups_per_step]
             progress.pool = progress.pool[groups_per_step:]
-            metrics["rollout/age_steps"] = step - progress.last_round
+            metrics["rollout/age_steps"] = step - progress.last_round  # of the batch's newest samples
         else:
             batch = draw_batch(groups, step, groups_per_step, args.seed)
 
@@ -558,8 +558,8 @@ def main(args: Args):
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
         means = run.Means()
         for number, indices in enumerate(micro_batches, 1):
-            # Summed over ranks in every pass, to save memory. On a CPU in the last: before it they add up in
-            # --dtype, not in fp32 shards, so that a toy in fp64 has the same digits on any number of ranks.
+            # Gradients are summed over ranks in every pass, to keep shards only; on a CPU in the last: before
+            # they add up in --dtype, not in fp32 shards; in fp64 any number of ranks has the same digits.
             policy.set_requires_gradient_sync(device.type == "cuda" or number == len(micro_batches))
             policy.set_requires_all_reduce(number == len(micro_batches))  # over the copies of HSDP
             chosen = [batch[i][0] for i in indices]
@@ -582,7 +582,7 @@ def main(args: Args):
         if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
             run.fail(f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; lower --lr")
 
-        # the update, and before it the sync, at steps 0, k, 2k: offline the reference is then 1 to k behind
+        # the update, and before it the sync, at steps 0, k, 2k: the next loss sees a reference 1 to k behind
         metrics["humanline/steps_since_sync"] = step - progress.last_sync
         if args.humanline and args.sync == "before_step" and step % args.k == 0:
             sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)

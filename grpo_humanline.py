@@ -1,4 +1,4 @@
-"""Humanline GRPO: policy gradients on groups of completions, around a reference one step behind the policy.
+"""Humanline GRPO: policy gradients on groups of completions, around a reference that follows the policy.
 
 "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207), equation 1. Two lines make it humanline:
 `grep -n "# humanline [cs]" grpo_humanline.py`.
@@ -85,7 +85,7 @@ class Args:
     online: bool = False  # rounds of samples (Algorithm 1)
     reward_model: str = ""  # classifier with one output
     round_prompts: int = 1024  # prompts per round (Table 1)
-    samples_per_prompt: int = 8  # best and worst make a pair (Table 1); a larger --group-size wins
+    samples_per_prompt: int = 8  # best and worst make a pair (Table 1); with --group-size above 2 so many
     reward_threshold: float = 0.01  # τ, least difference in a pair (Table 1), also of a row with scores
     # sampling
     max_new_tokens: int = 2048  # tokens (paper: 2048); training reads those up to --max-length
@@ -128,7 +128,7 @@ def grpo_loss(clipped_log_ratio, log_ratio, advantages, beta: float, epsilon: fl
 
     Args:
         clipped_log_ratio: (B, T) humanline-clipped log π_θ/π_ref in nats, for the ratio.
-        log_ratio: (B, T) not clipped, for the KL estimate k3 = π_ref/π_θ + log π_θ/π_ref - 1.
+        log_ratio: (B, T), for the KL estimate k3 = π_ref/π_θ + log π_θ/π_ref - 1, which is not clipped (C.2).
         advantages: (B,).
 
     Returns:
@@ -201,7 +201,7 @@ def encode_row(args, tokenizer, eos_ids, row):
     """
     utils.check_columns(row)  # an error for text in other columns, such as "system" (utils.NOT_READ)
     prompt, completions = read_pair(row)
-    if not row.get("completions"):  # a pair is a group of two (C.1.3); a prompt alone needs no score
+    if not row.get("completions"):  # a pair (C.1.3), or a prompt alone, whose [] needs no rewards
         return encode_group(args, tokenizer, eos_ids, prompt, completions, [1.0, 0.0])
     completions = row["completions"]
     scores = row["scores"]
@@ -534,7 +534,7 @@ def main(args: Args):
     if args.batch_size % args.group_size:
         run.fail(f"--batch-size {args.batch_size} is not a multiple of --group-size {args.group_size}")
     if args.group_size > 2:
-        args.samples_per_prompt = args.group_size  # online
+        args.samples_per_prompt = args.group_size  # online, a group is all samples of its prompt
     if len(groups) < groups_per_step:
         run.fail(f"--dataset {args.dataset}: {len(groups)} rows do not fill a batch of {groups_per_step}")
     if not args.online and any(len(group) != args.group_size for group in groups):
@@ -579,7 +579,7 @@ def main(args: Args):
                 progress.last_sync = step
             batch = progress.pool[:groups_per_step]
             progress.pool = progress.pool[groups_per_step:]
-            metrics["rollout/age_steps"] = step - progress.last_round
+            metrics["rollout/age_steps"] = step - progress.last_round  # of the batch's newest samples
         else:
             batch = draw_batch(groups, step, groups_per_step, args.seed)
 
@@ -595,8 +595,8 @@ def main(args: Args):
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
         means = run.Means()
         for number, indices in enumerate(micro_batches, 1):
-            # Summed over ranks in every pass, to save memory. On a CPU in the last: before it they add up in
-            # --dtype, not in fp32 shards, so that a toy in fp64 has the same digits on any number of ranks.
+            # Gradients are summed over ranks in every pass, to keep shards only; on a CPU in the last: before
+            # they add up in --dtype, not in fp32 shards; in fp64 any number of ranks has the same digits.
             policy.set_requires_gradient_sync(device.type == "cuda" or number == len(micro_batches))
             policy.set_requires_all_reduce(number == len(micro_batches))  # over the copies of HSDP
             input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
@@ -624,7 +624,7 @@ def main(args: Args):
         if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
             run.fail(f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; lower --lr")
 
-        # the update, and before it the sync, at steps 0, k, 2k: offline the reference is then 1 to k behind
+        # the update, and before it the sync, at steps 0, k, 2k: the next loss sees a reference 1 to k behind
         metrics["humanline/steps_since_sync"] = step - progress.last_sync
         if args.humanline and args.sync == "before_step" and step % args.k == 0:
             sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)

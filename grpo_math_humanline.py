@@ -137,7 +137,7 @@ def grpo_loss(clipped_log_ratio, log_ratio, advantages, beta: float, epsilon: fl
 
     Args:
         clipped_log_ratio: (B, T) humanline-clipped log π_θ/π_ref in nats, for the ratio.
-        log_ratio: (B, T) not clipped, for the KL estimate k3 = π_ref/π_θ + log π_θ/π_ref - 1.
+        log_ratio: (B, T), for the KL estimate k3 = π_ref/π_θ + log π_θ/π_ref - 1, which is not clipped (C.2).
         advantages: (B,).
 
     Returns:
@@ -657,8 +657,8 @@ def main(args: Args):
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
         means = run.Means()
         for number, indices in enumerate(micro_batches, 1):
-            # Summed over ranks in every pass, to save memory. On a CPU in the last: before it they add up in
-            # --dtype, not in fp32 shards, so that a toy in fp64 has the same digits on any number of ranks.
+            # Gradients are summed over ranks in every pass, to keep shards only; on a CPU in the last: before
+            # they add up in --dtype, not in fp32 shards; in fp64 any number of ranks has the same digits.
             policy.set_requires_gradient_sync(device.type == "cuda" or number == len(micro_batches))
             policy.set_requires_all_reduce(number == len(micro_batches))  # over the copies of HSDP
             input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
@@ -689,7 +689,7 @@ def main(args: Args):
         if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
             run.fail(f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; lower --lr")
 
-        # the update, and before it the sync, at steps 0, k, 2k: offline the reference is then 1 to k behind
+        # the update, and before it the sync, at steps 0, k, 2k: the next loss sees a reference 1 to k behind
         metrics["humanline/steps_since_sync"] = step - progress.last_sync
         if args.humanline and args.sync == "before_step" and step % args.k == 0:
             sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)

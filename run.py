@@ -65,8 +65,8 @@ def parse_args(Args, file: str, doc: str, toy, toy_online, flags=None):
 
 
 # Least values. Of flags that are not here it is 0. A group of one has no advantage.
-COUNTS = "k batch_size prompts_per_step sample_every round_prompts samples_per_prompt max_length"
-COUNTS += " max_new_tokens eval_samples_per_problem generation_batch_size vllm_tensor_parallel"
+COUNTS = """k batch_size prompts_per_step sample_every round_prompts samples_per_prompt max_length
+    max_new_tokens eval_samples_per_problem generation_batch_size vllm_tensor_parallel"""
 LEAST = dict.fromkeys(COUNTS.split(), 1)
 LEAST |= dict(group_size=2, max_grad_norm=1e-9, temperature=1e-9, top_p=1e-9, log_epsilon_P=-math.inf)
 MOST = dict(top_p=1, warmup_fraction=1, vllm_memory=1, log_epsilon_P=-1e-9)
@@ -87,19 +87,20 @@ def check_flags(args, batch_size: int):
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world % (args.shard_size or 1) or world % args.vllm_tensor_parallel or batch_size % world:
         flags = "--shard-size and --vllm-tensor-parallel"
-        fail(f"{world} ranks must be a multiple of {flags}, and a batch of {batch_size} of them")
+        fail(f"{flags} must divide {world} ranks, and these a batch of {batch_size}")
     if getattr(args, "online", False) and not args.reward_model:
         fail("--online needs a --reward-model")
     folder = args.output_dir
     if folder and (args.resume or Path(folder, "args.json").exists()):
-        fail(f"--output-dir {folder} holds a run, or --resume names one: --resume {folder}")
+        fail(f"--output-dir {folder} holds a run, or --resume names one: --resume alone goes on")
 
 
 # === Errors and signals ===
 def fail(message: str):
     """Ends the run with one line on stderr and exit code 1. Every rank comes here; rank 0 prints."""
     if not is_main():
-        # Rank 0 must print first, and torchrun ends the others as soon as one has ended.
+        # Rank 0 must print first, and torchrun ends the others as soon as one has ended, by a signal that
+        # `Signals` would only note.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(30)
     tqdm.write(f"error: {message}", file=sys.stderr)  # on a line of its own, not behind a bar
@@ -109,15 +110,13 @@ def fail(message: str):
 
 
 @contextmanager
-def exit_on_error(place: str, kind: type = Exception):
+def exit_on_error(place: str, kind=(Exception, dcp.CheckpointException)):
     """An exception inside ends the run with a line that names the place."""
     try:
         yield
-    except SystemExit:  # of `fail`
-        raise
     except kind as error:
         lines = str(error).strip().split("\n")
-        number = -1 if "Traceback" in str(error) else 0  # DCP's have one inside
+        number = -1 if "Traceback" in str(error) else 0  # a CheckpointException has one inside
         fail(f"{place}: {type(error).__name__}: {lines[number]}")
 
 
@@ -138,7 +137,10 @@ def compare_programs(args, file: str):
 
 
 class Signals:
-    """From here on SIGINT and SIGTERM are noted. They do not end the process: `stop` does, after a step."""
+    """From here on SIGINT and SIGTERM are noted. They do not end the process: `stop` does, after a step.
+
+    Where steps are long torchrun needs `--shutdown-timeout SECONDS`, or kills its ranks after 30.
+    """
 
     def __init__(self):
         self.received = 0  # number of the signal
@@ -235,8 +237,11 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def training_state(policy, reference, optimizer):
-    moments = dcp_state.get_optimizer_state_dict(policy, optimizer)
-    return {"policy": policy.state_dict(), "optimizer": moments, "reference": reference.state_dict()}
+    return {
+        "policy": policy.state_dict(),
+        "optimizer": dcp_state.get_optimizer_state_dict(policy, optimizer),
+        "reference": reference.state_dict(),
+    }
 
 
 def checkpoint_is_due(args, step: int) -> bool:
@@ -245,7 +250,7 @@ def checkpoint_is_due(args, step: int) -> bool:
     return every > 0 and (step % every == 0 or step == args.num_steps)
 
 
-@exit_on_error("no checkpoint was written (is the disk full?)", BaseException)
+@exit_on_error("no checkpoint was written (is the disk full?)")
 def save_checkpoint(args, output_dir: Path, policy, reference, optimizer, progress: Progress):
     """Writes all that a run needs to go on exactly, then removes all but the newest --keep-checkpoints."""
     folder = output_dir / "checkpoints" / f"step-{progress.step}"
@@ -264,7 +269,7 @@ def save_checkpoint(args, output_dir: Path, policy, reference, optimizer, progre
     dist.barrier()
 
 
-@exit_on_error("--resume", BaseException)
+@exit_on_error("--resume")
 def load_checkpoint(folder: Path | None, policy, reference, optimizer, data_hash: str) -> Progress:
     """Restores weights and optimizer in place, on any number of ranks. Without a folder the run is a new one.
 
@@ -282,9 +287,9 @@ def load_checkpoint(folder: Path | None, policy, reference, optimizer, data_hash
     names = {f"policy.{name}" for name in state["policy"]}
     if names != {name for name in saved_names if name.startswith("policy.")}:
         raise ValueError("it has other weights than --model")
-    # A weight that never had a gradient has no moments there: they stay 0.
+    # A weight that never had a gradient has no moments in the checkpoint: they stay 0.
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load(state, checkpoint_id=folder, planner=planner)  # in place; the optimizer's are copies
+    dcp.load(state, checkpoint_id=folder, planner=planner)  # weights in place, moments as copies
     dcp_state.set_optimizer_state_dict(policy, optimizer, state["optimizer"])
     for i, group in enumerate(progress.pool):
         progress.pool[i] = tuple(utils.Example(*values) for values in group)
@@ -322,9 +327,9 @@ def stop(signal_number: int, steps: int, folder: Path):
 
 
 def lr_schedule(args, optimizer):
-    """The share of --lr at a step, from 1: linear warmup, then --lr-schedule, by transformers.
+    """A function of a step, from 1, to its share of --lr: linear warmup, then --lr-schedule, by transformers.
 
-    It ends at 0 one step behind the last, which still moves the policy.
+    linear and cosine reach 0 one step behind the last, which still moves the policy.
     """
     warmup_steps = max(1, round(args.warmup_fraction * args.num_steps))
     name = args.lr_schedule.replace("constant", "constant_with_warmup")
@@ -384,9 +389,9 @@ def evaluation_means(evaluation) -> dict[str, float]:
 
 
 class Log:
-    """metrics.jsonl, and the same in TensorBoard, on rank 0. What was written from `start` on is removed.
+    """metrics.jsonl, and the same in TensorBoard by the steps that are made, on rank 0.
 
-    before: the evaluation before training, TensorBoard's step 0.
+    What was written behind `start` steps is removed. before: the evaluation before training.
     """
 
     def __init__(self, folder: Path, start: int, before):
@@ -394,21 +399,21 @@ class Log:
         self.steps = start  # that are made
         if not is_main():
             return
-        path = folder / "metrics.jsonl"
-        path.touch()
-        lines = path.read_text().splitlines(keepends=True)  # one for each step
-        write(path, "".join(lines[:start]))
-        self.file = path.open("a", buffering=1)
-        self.writer = SummaryWriter(folder, purge_step=start)
-        if start == 0:
+        self.path = folder / "metrics.jsonl"  # there from the first step on
+        self.writer = SummaryWriter(folder, purge_step=start + 1)
+        if start:
+            lines = self.path.read_text().splitlines(keepends=True)  # one for each step
+            write(self.path, "".join(lines[:start]))
+        else:
             self.write_points(evaluation_means(before))
 
     def write(self, metrics):
         """metrics: {name: number} of a step, `step` among them."""
         if is_main():
-            self.file.write(json.dumps(metrics) + "\n")
-            self.write_points(metrics)
+            with self.path.open("a") as file:
+                file.write(json.dumps(metrics) + "\n")
             self.steps += 1
+            self.write_points(metrics)
 
     def write_points(self, values):
         """Into TensorBoard."""
@@ -428,10 +433,9 @@ def report(log: Log, before, after):
     log.write_points(evaluation_means(after))
     summary = {"before": before.statistics, "after": after.statistics}
     write(folder / "summary.json", json.dumps(summary, indent=2))
-    outputs = [
-        {"instruction": question(sample), "output": sample.text, "generator": folder.name}
-        for sample in after.samples
-    ]
+    outputs = []
+    for sample in after.samples:
+        outputs.append({"instruction": question(sample), "output": sample.text, "generator": folder.name})
     if outputs:
         write(folder / "outputs.json", json.dumps(outputs, indent=2, ensure_ascii=False))
     print(f"\n{'mean ± standard error':24}{'before':>20}{'after':>20}")

@@ -155,8 +155,8 @@ def encode(
     whole.encode()  # an error if there is half a character, which no tokenizer reads
     prompt_ids = tokenizer(before, add_special_tokens=special).input_ids
     ids = tokenizer(whole, add_special_tokens=special).input_ids
-    # Some tokenizers append an end of turn to every text. Here it is added below. A prompt may have one of
-    # its own at its end, and then white space that belongs to the token.
+    # Some tokenizers append an end of turn to every text. It is taken off, and added below, unless it stands
+    # in the prompt's text (behind it may be white space that the token swallows).
     if prompt_ids[-1:] == [tokenizer.eos_token_id] and not before.rstrip().endswith(tokenizer.eos_token):
         prompt_ids.pop()
         ids.pop()
@@ -236,9 +236,12 @@ def matmul_fp32(a, b):
     return a.to(dtype) @ b.to(dtype)
 
 
-def head_logits(hidden, weight, bias, start, block_size, softcap, temperature):
-    """A block of the head's logits / temperature, (N, block_size): columns `start` and following."""
-    block = slice(start, start + block_size)
+BLOCK = 2048  # tokens of the vocabulary whose logits are computed at once
+
+
+def head_logits(hidden, weight, bias, start, softcap, temperature):
+    """A block of the head's logits / temperature, (N, BLOCK): columns `start` and following."""
+    block = slice(start, start + BLOCK)
     z = matmul_fp32(hidden, weight[block].T)
     if bias is not None:
         z += bias[block]
@@ -262,8 +265,8 @@ MAX_KEPT = 2**28  # logits of a pass that may stay in memory for the backward pa
 class HeadLogps(torch.autograd.Function):
     """log softmax(z)[target], (N,), of the logits z = head(hidden) / temperature, (N, V), in fp32 or wider.
 
-    z would be the largest tensor of a pass by far. Here it never is one: it comes in blocks of block_size
-    columns, which the backward pass computes again if there are more than MAX_KEPT. (Blocks of the N tokens
+    z would be the largest tensor of a pass by far. Here it never is one: it comes in blocks of BLOCK columns,
+    which the backward pass computes again if there are more than MAX_KEPT. (Blocks of the N tokens
     would each add to the whole d_weight, and round in bf16.) With L = log Σ_v exp z_v,
 
         log softmax(z)[target] = z[target] - L
@@ -271,16 +274,16 @@ class HeadLogps(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, targets, weight, bias, block_size, softcap, temperature):
+    def forward(ctx, hidden, targets, weight, bias, softcap, temperature):
         # hidden (N, D), targets (N,), weight (V, D), bias (V,) or None
-        ctx.settings = (block_size, softcap, temperature)
+        ctx.settings = (softcap, temperature)
         ctx.kept = []  # blocks
         N = len(hidden)
         keep = ctx.needs_input_grad[0] and N * len(weight) <= MAX_KEPT
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         L = hidden.new_full((N, 1), -math.inf, dtype=dtype)  # of the blocks so far
         z_target = torch.full_like(L, math.nan)  # it stays so if a token is not in the vocabulary
-        for start in range(0, len(weight), block_size):
+        for start in range(0, len(weight), BLOCK):
             z = head_logits(hidden, weight, bias, start, *ctx.settings)
             L_block = z.logsumexp(-1, keepdim=True)
             L = torch.logaddexp(L, L_block)
@@ -295,13 +298,13 @@ class HeadLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_logps):
         hidden, targets, weight, bias, L = ctx.saved_tensors
-        block_size, softcap, temperature = ctx.settings
+        softcap, temperature = ctx.settings
         scaled = d_logps[:, None] / temperature  # (N, 1)
         d_hidden = torch.zeros_like(hidden, dtype=L.dtype)
         d_weight = torch.empty_like(weight)
         d_bias = None if bias is None else torch.empty_like(bias)
-        for start in range(0, len(weight), block_size):
-            block = slice(start, start + block_size)
+        for start in range(0, len(weight), BLOCK):
+            block = slice(start, start + BLOCK)
             if ctx.kept:
                 z = ctx.kept.pop(0)
             else:
@@ -311,7 +314,7 @@ class HeadLogps(torch.autograd.Function):
             columns, inside = locate(targets, start, z.shape[1])
             # The gradient in head(hidden) before softcap and temperature:
             # d_raw = (onehot - softmax) · d_logps / temperature [· slope]. In place, since one more tensor of
-            # this size would double the peak of the backward pass (with softcap `slope` is one).
+            # this size would double the peak of the backward pass (with softcap `slope` is such a tensor).
             d_raw = z.sub_(L).exp_().mul_(-scaled)
             d_raw.scatter_add_(1, columns, torch.where(inside, scaled, 0))
             if softcap:
@@ -322,7 +325,7 @@ class HeadLogps(torch.autograd.Function):
             d_hidden += matmul_fp32(d_raw, weight[block])
             d_weight[block] = matmul_fp32(d_raw.T, hidden)
             del z, d_raw
-        return d_hidden.to(hidden.dtype), None, d_weight, d_bias, None, None, None
+        return d_hidden.to(hidden.dtype), None, d_weight, d_bias, None, None
 
 
 @torch.compiler.disable  # lengths are other ones in every pass
@@ -343,11 +346,8 @@ def loop_attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward  # it takes half a second
 
     lengths = starts.diff().tolist()
-    queries = query.split(lengths, dim=2)
-    keys = key.split(lengths, dim=2)
-    values = value.split(lengths, dim=2)
     outputs = []
-    for q, k, v in zip(queries, keys, values):
+    for q, k, v in zip(*(states.split(lengths, dim=2) for states in (query, key, value))):
         output, _ = sdpa_attention_forward(module, q, k, v, None, **options)
         outputs.append(output)
     return torch.cat(outputs, dim=1), None
@@ -407,7 +407,6 @@ def token_logps(
     input_ids,
     mask,
     temperature: float = 1.0,
-    block_size: int = 2048,
 ):
     """log π(y_t | x, y_<t) of every completion token, (B, T) in fp32 or wider, 0 where mask is 0.
 
@@ -419,7 +418,6 @@ def token_logps(
         input_ids: (B, T), padded on the right.
         mask: (B, T), 1 at the tokens to score; a sequence's first token has no prediction.
         temperature: that of sampling where it belongs to the policy that is trained (grpo_math), else 1.
-        block_size: tokens of the vocabulary whose logits are computed at once.
     """
     selected = mask.bool()
     if selected[:, 0].any():
@@ -436,7 +434,7 @@ def token_logps(
 
     def head_logps(hidden):  # (B, T, D) -> (N,)
         tensors = (hidden[predicting], targets, head.weight, head.bias)
-        return HeadLogps.apply(*tensors, block_size, softcap, temperature)
+        return HeadLogps.apply(*tensors, softcap, temperature)
 
     head.forward = head_logps
     if softcap:
@@ -513,9 +511,9 @@ def choose_attention(model, longest: int) -> str:
 def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int = 16384):
     """Splits sequences (or pairs) into forward passes of even work, pass i for rank i % ranks.
 
-    All ranks have as many passes, because FSDP gathers weights in all of them together. Some may be empty,
-    unless the sequences are a multiple of `ranks`, as a batch in training is: then there are never more
-    passes than sequences, and the lightest pass, which gets the next sequence, is an empty one if any is.
+    All ranks have as many passes, because FSDP gathers weights in all of them together. Where there are fewer
+    sequences than passes some are empty. In training none is: a batch is a multiple of `ranks`, and the next
+    sequence goes to the lightest pass.
 
     Args:
         lengths: of the sequences, in tokens.
@@ -606,12 +604,12 @@ def checksum(model) -> int:
     return sum(torch.hash_tensor(weight.flatten()[:1000]).item() for weight in model.parameters())
 
 
-CHECKED = 8  # samples of every round whose log-probs the policy must have too
+CHECKED = 8  # samples of every round and evaluation whose log-probs the policy must have too
 
 
 @contextmanager
 def unchanged_process(device):
-    """vLLM changes the whole process, and sampling torch's random states: they are as before behind this."""
+    """vLLM changes the whole process, sampling torch's random states: they are changed back behind this."""
     environment = dict(os.environ)
     precision = torch.get_float32_matmul_precision()
     devices = [device] if device.type == "cuda" else []
@@ -622,8 +620,8 @@ def unchanged_process(device):
     os.environ.update(environment)
 
 
-# Two engines with the same methods: `update` takes the policy's weights, `generate` samples, `logps` returns
-# the engine's log-probs. `Sampler` below calls them.
+# Two engines with the same methods: `update` takes the policy's weights, `generate` samples. `Sampler` below
+# calls them.
 class TransformersEngine:
     """A whole copy of the policy on every rank, for transformers' `generate`."""
 
@@ -642,7 +640,7 @@ class TransformersEngine:
         self.max_length = sampler.max_length
         self.model.generation_config = GenerationConfig(  # none of the model's own settings
             do_sample=True,
-            temperature=sampler.temperature or 1e-6,  # 0: greedy
+            temperature=sampler.temperature,
             top_p=sampler.top_p,
             top_k=0,
             remove_invalid_values=True,  # NaN is for check_engine to report
@@ -667,17 +665,14 @@ class TransformersEngine:
                 attention_mask=(padded >= 0).long(),
                 max_length=min(width + self.max_new_tokens, self.max_length),
             )
-            completions = ids[:, width:].tolist()
-            outputs.append([(completion, []) for completion in completions])
+            outputs.append([(completion, []) for completion in ids[:, width:].tolist()])
         return outputs
-
-    def logps(self, input_ids, mask, reported):
-        """Its own log-probs of samples, (N,), for `check_engine`. reported: those of its `generate`."""
-        return token_logps(self.model, input_ids, mask)[mask.bool()]
 
 
 class VllmEngine:
     """vLLM in this process, for each rank or so many ranks. On a GPU it sleeps while the policy trains."""
+
+    batch_size = 1  # it makes its own batches
 
     def __init__(self, sampler):
         # It logs much, reports its use to its makers, and asks for the rank without torchrun too.
@@ -709,7 +704,6 @@ class VllmEngine:
         self.llm.llm_engine.engine_core._finalizer.detach()  # it would destroy our process group
         gc.unfreeze()  # vLLM froze all objects, ours too, which would never be collected
         self.ranks = sampler.vllm_tensor_parallel
-        self.batch_size = 1  # it makes its own batches
         self.params = SamplingParams(
             max_tokens=sampler.max_new_tokens,
             temperature=sampler.temperature,
@@ -733,25 +727,20 @@ class VllmEngine:
             requests.append({"prompt_token_ids": list(prompts[0])})
             own = self.params.clone()
             own.seed = seed
-            # Log-probs (0: of the sampled tokens alone) for `check_engine`, which reads the first samples of
-            # all engines: no engine has more of these. Of all samples they would double the time.
+            # Log-probs (0: of the sampled tokens alone) for `check_engine`, which reads the first CHECKED
+            # samples of all. They are dealt out in turn, so they are among the first of each engine. Of all
+            # samples log-probs would double the time.
             own.logprobs = 0 if i < CHECKED else None
             params.append(own)
         outputs = []
         for result in self.llm.generate(requests, params, use_tqdm=dist.get_rank() == 0):
             output = result.outputs[0]
             ids = list(output.token_ids)
-            logps = []
-            for token, candidates in zip(ids, output.logprobs or []):
-                logps.append(candidates[token].logprob)
+            logps = [found[token].logprob for token, found in zip(ids, output.logprobs or [])]
             outputs.append([(ids, logps)])
         if self.sleeps:
             self.llm.sleep(level=2)
         return outputs
-
-    def logps(self, input_ids, mask, reported):
-        """Those that it has reported."""
-        return torch.tensor(sum(reported, []), device=mask.device)
 
 
 @dataclass
@@ -766,7 +755,7 @@ class Sampler:
     engine: str  # vllm, hf, or auto: vLLM where installed
     max_length: int  # of prompt and completion, tokens
     max_new_tokens: int
-    temperature: float  # 0: greedy
+    temperature: float
     top_p: float
     batch_size: int  # sequences, for hf
     vllm_memory: float  # share of a GPU's
@@ -802,13 +791,9 @@ class Sampler:
             outputs = self.generate([prompt.prompt_ids for prompt in repeated], seed)
         samples = []
         for prompt, (ids, _) in zip(repeated, outputs):
-            sample = prompt._replace(
-                completion_ids=ids,
-                reward=math.nan,
-                text=decode_completion(self.tokenizer, prompt, ids),
-                finished=ids[-1] in self.eos_ids,
-            )
-            samples.append(sample)
+            text = decode_completion(self.tokenizer, prompt, ids)
+            finished = ids[-1] in self.eos_ids
+            samples.append(prompt._replace(completion_ids=ids, reward=math.nan, text=text, finished=finished))
         reported = [logps for _, logps in outputs[:CHECKED]]
         difference = self.check_engine(policy, samples[:CHECKED], reported)
         if self.reward_model:
@@ -849,10 +834,15 @@ class Sampler:
         return outputs
 
     def check_engine(self, policy, samples: list[Example], reported) -> float:
-        """Mean |log-prob of the engine - the policy's| over the samples' tokens, in nats."""
+        """Mean |log-prob of the engine - the policy's| over the samples' tokens, in nats.
+
+        reported: the log-probs from `generate`; hf has none, and its model is asked for them here.
+        """
         input_ids, mask = pad_batch(samples, policy.device)
         logps = token_logps(policy, input_ids, mask)[mask.bool()]
-        of_engine = self.running.logps(input_ids, mask, reported)
+        of_engine = torch.tensor(sum(reported, []), device=policy.device)  # vLLM's
+        if not len(of_engine):
+            of_engine = token_logps(self.running.model, input_ids, mask)[mask.bool()]
         difference = (logps - of_engine).abs().mean().item()
         limit = 0.1 if self.dtype == torch.bfloat16 else 1e-4
         if not difference <= limit:  # nan neither
@@ -898,18 +888,14 @@ def reward_input(tokenizer, sample: Example) -> str:
 @torch.no_grad()
 def reward_scores(model, tokenizer, samples: list[Example]):
     """A reward model's one output, or its own code's `score` (ArmoRM), (N,) float64 on the CPU."""
-    encoded = []
-    for sample in samples:
-        text = reward_input(tokenizer, sample)
-        ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids
-        if mostly_unknown(tokenizer, ids):
-            raise ValueError("--reward-model: most tokens of a sample are unknown to its tokenizer")
-        encoded.append(ids)
+    texts = [reward_input(tokenizer, sample) for sample in samples]
+    encoded = tokenizer(texts, add_special_tokens=not tokenizer.chat_template).input_ids
+    if any(mostly_unknown(tokenizer, ids) for ids in encoded):
+        raise ValueError("--reward-model: most tokens of a sample are unknown to its tokenizer")
     shortest_first = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
-    size = max(1, 16384 // max(map(len, encoded)))
     pad_id = model.config.get_text_config().pad_token_id
+    size = max(1, 16384 // max(map(len, encoded)))
     if pad_id is None:  # without one the model cannot find the last token of a padded row
-        pad_id = 0
         size = 1
     rank = dist.get_rank()
     world = dist.get_world_size()
@@ -917,7 +903,7 @@ def reward_scores(model, tokenizer, samples: list[Example]):
     for first in range(rank * size, len(encoded), world * size):
         indices = shortest_first[first : first + size]
         rows = [encoded[i] for i in indices]
-        input_ids = pad_rows(rows, model.device, pad_id)
+        input_ids = pad_rows(rows, model.device, pad_id or 0)
         attention_mask = pad_rows([[1] * len(row) for row in rows], model.device)
         output = model(input_ids=input_ids, attention_mask=attention_mask)
         score = getattr(output, "score", output.logits)  # (b,) or (b, 1)
@@ -942,8 +928,7 @@ def sample_statistics(samples: list[Example]):
 
 def win_rate(rewards, baseline):
     """1 where a reward is above the baseline's, 0.5 where they tie, else 0. Float64."""
-    sign = torch.sign(rewards - baseline).double()
-    return (sign + 1) / 2
+    return (torch.sign(rewards - baseline).double() + 1) / 2
 
 
 def means(metrics: dict[str, torch.Tensor]):

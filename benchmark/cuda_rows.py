@@ -204,7 +204,7 @@ def used() -> float:
 # === Head, compiled blocks, memory ===
 def run_head(targets, hidden, weight) -> list:
     """Log-probs, and gradients of the factors."""
-    logps = utils.HeadLogps.apply(hidden, targets, weight, None, 4096, None, 1.0)
+    logps = utils.HeadLogps.apply(hidden, targets, weight, None, None, 1.0)
     return [logps.detach(), *torch.autograd.grad(logps.sum(), [hidden, weight])]
 
 

@@ -34,14 +34,14 @@ def add_noise(policy):
         parameter.to_local().copy_(torch.chunk(full, world)[rank])
 
 
-def look(model: str, temperature: str) -> dict:
+def look(model: str, top_p: str) -> dict:
     policy = fully_shard(AutoModelForCausalLM.from_pretrained(model), reshard_after_forward=True)
     tokenizer, eos_ids = utils.load_tokenizer(model)
     prompts = []
     for row in read_rows(TOY / "prompts_test.jsonl.gz")[:64]:
         prompt_ids, _ = utils.encode(tokenizer, eos_ids, row["prompt"])
         prompts.append(utils.Example(row["prompt"], prompt_ids))
-    flags = ["--model", model, "--dataset", "none.jsonl", "--temperature", temperature]
+    flags = ["--model", model, "--dataset", "none.jsonl", "--temperature", "0.7", "--top-p", top_p]
     flags += ["--max-prompt-length", "4096", "--max-new-tokens", "12"]  # more than the toy's positions
     samplers = {}
     for engine in ("vllm", "hf"):
@@ -68,12 +68,12 @@ def look(model: str, temperature: str) -> dict:
 
 
 if __name__ == "__main__":
-    ((model, path, temperature),) = argument_lists()
+    ((model, path, top_p),) = argument_lists()
     rank = int(os.environ.get("RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
     store = None if world > 1 else dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    found = look(model, temperature)
+    found = look(model, top_p)
     if rank == 0:
         with open(path, "w") as file:
             json.dump(found, file)

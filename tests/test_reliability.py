@@ -66,10 +66,7 @@ def narrower(found):
 
 @pytest.mark.parametrize(
     ("weights", "named"),
-    [
-        (without("lm_head"), "its files have no lm_head.weight"),
-        (narrower, "ignore_mismatched_sizes"),
-    ],
+    [(without("lm_head"), "its files have no lm_head.weight"), (narrower, "ignore_mismatched_sizes")],
 )
 def test_weights_that_are_not_those_of_the_config_are_named(tmp_path, weights, named):
     model = changed_policy(tmp_path / "model", weights)

@@ -14,8 +14,8 @@ TOKENS = {  # of code at most: without comments, docstrings, line ends and inden
     "kto_humanline.py": 4550,
     "grpo_humanline.py": 4450,
     "grpo_math_humanline.py": 5000,
-    "run.py": 2805,
-    "utils.py": 5960,
+    "run.py": 2800,
+    "utils.py": 5885,
 }
 MAIN = {"dpo_humanline.py": (130, 60)}  # lines and names at most; of the others (140, 65)
 SCRIPTS = [name for name in TOKENS if name.endswith("_humanline.py")]

@@ -35,12 +35,13 @@ def load(name, tied):
 
 @pytest.mark.parametrize("name", ["untied", "tied", *CONFIGS])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("block_size", [256, 1024])  # several blocks, or one
+@pytest.mark.parametrize("block", [256, 1024])  # several blocks, or one
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_values_and_gradients_equal_full_log_softmax(name, temperature, block_size, dtype, tied_policy):
+def test_values_and_gradients_equal_log_softmax(name, temperature, block, dtype, tied_policy, monkeypatch):
+    monkeypatch.setattr(utils, "BLOCK", block)
     model = load(name, tied_policy).to(dtype)
     input_ids, mask = pad_batch(EXAMPLES, "cpu")
-    logps = token_logps(model, input_ids, mask, temperature, block_size)
+    logps = token_logps(model, input_ids, mask, temperature)
     expected = full_logps(model, input_ids, mask, temperature)
     assert logps.dtype == dtype and logps.shape == mask.shape
     tolerance = 1e-6 if dtype == torch.float32 else 1e-12
@@ -61,11 +62,12 @@ def test_the_heads_gradient_is_that_of_finite_differences(softcap, bias, monkeyp
     targets = torch.tensor([0, 4, 5, 10, 10, 7])
 
     def logps(hidden, weight, b):
-        return HeadLogps.apply(hidden, targets, weight, b if bias else None, 4, softcap, 0.7)
+        return HeadLogps.apply(hidden, targets, weight, b if bias else None, softcap, 0.7)
 
     logits = hidden @ weight.T + (b if bias else 0)
     capped = softcap * torch.tanh(logits / softcap) if softcap else logits
     wanted = (capped / 0.7).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    monkeypatch.setattr(utils, "BLOCK", 4)
     for kept in (65, 66):  # of 6 · 11 logits
         monkeypatch.setattr(utils, "MAX_KEPT", kept)
         values = logps(hidden, weight, b)
@@ -94,8 +96,9 @@ def test_the_head_never_sees_prompt_tokens_and_is_restored(monkeypatch):
         return matmul(hidden, columns)
 
     monkeypatch.setattr(utils, "matmul_fp32", spy)
+    monkeypatch.setattr(utils, "BLOCK", 256)
     with torch.no_grad():
-        token_logps(model, *pad_batch(EXAMPLES, "cpu"), block_size=256)
+        token_logps(model, *pad_batch(EXAMPLES, "cpu"))
     assert sizes == [(14, 256), (14, 256), (14, 188)]  # 14 tokens of completions
     assert model(torch.tensor([[1, 2]])).logits.shape == (1, 2, 700)
 

@@ -23,7 +23,7 @@ def reports(request, tmp_path_factory, tied_policy):
     path = tmp_path_factory.mktemp("engine") / "report.json"
     found = {}
     for ranks in (1, 2):
-        processes = start_ranks(ranks, [[model, str(path), "0.7"]], "engine_worker.py")
+        processes = start_ranks(ranks, [[model, str(path), "0.95"]], "engine_worker.py")
         outputs = finish(processes)
         assert [process.exitcode for process in processes] == [0] * ranks, outputs[-1][-3000:]
         found[ranks] = json.loads(path.read_text()) | {"outputs": outputs}
@@ -55,7 +55,7 @@ def test_rank_0_alone_shows_progress_and_nobody_reports_the_use(reports):
 
 
 def test_greedy_completions_of_both_engines_are_identical(tmp_path):
-    run_ranks(1, [[str(TOY / "policy"), str(tmp_path / "report.json"), "0"]], "engine_worker.py")
+    run_ranks(1, [[str(TOY / "policy"), str(tmp_path / "report.json"), "1e-9"]], "engine_worker.py")
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["vllm"]["ids"] == report["hf"]["ids"] and len(report["hf"]["ids"]) == 64
 
