@@ -389,9 +389,9 @@ def evaluation_means(evaluation) -> dict[str, float]:
 
 
 class Log:
-    """metrics.jsonl, and the same in TensorBoard by the steps that are made, on rank 0.
+    """metrics.jsonl, and the same in TensorBoard, on rank 0. What was written from `start` on is removed.
 
-    What was written behind `start` steps is removed. before: the evaluation before training.
+    before: the evaluation before training, TensorBoard's step 0.
     """
 
     def __init__(self, folder: Path, start: int, before):
@@ -400,7 +400,7 @@ class Log:
         if not is_main():
             return
         self.path = folder / "metrics.jsonl"  # there from the first step on
-        self.writer = SummaryWriter(folder, purge_step=start + 1)
+        self.writer = SummaryWriter(folder, purge_step=start)
         if start:
             lines = self.path.read_text().splitlines(keepends=True)  # one for each step
             write(self.path, "".join(lines[:start]))
@@ -412,8 +412,8 @@ class Log:
         if is_main():
             with self.path.open("a") as file:
                 file.write(json.dumps(metrics) + "\n")
-            self.steps += 1
             self.write_points(metrics)
+            self.steps += 1
 
     def write_points(self, values):
         """Into TensorBoard."""
