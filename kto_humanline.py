@@ -608,8 +608,8 @@ def main(args: Args):
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
         means = run.Means()
         for number, indices in enumerate(micro_batches, 1):
-            # Gradients are summed over ranks in every pass, to keep shards only; on a CPU in the last: before
-            # they add up in --dtype, not in fp32 shards; in fp64 any number of ranks has the same digits.
+            # Gradients are summed over ranks in every pass, so that only shards stay. On a CPU in the last:
+            # fp32 shards would round, and a toy in fp64 is to have the same digits on any number of ranks.
             policy.set_requires_gradient_sync(device.type == "cuda" or number == len(micro_batches))
             policy.set_requires_all_reduce(number == len(micro_batches))  # over the copies of HSDP
             in_pass = [examples[i] for i in indices]
@@ -640,7 +640,7 @@ def main(args: Args):
         if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
             run.fail(f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; lower --lr")
 
-        # the update, and before it the sync, at steps 0, k, 2k: the next loss sees a reference 1 to k behind
+        # the update, before it the sync, at steps 0, k, 2k: offline a loss sees a reference 1 to k behind
         metrics["humanline/steps_since_sync"] = step - progress.last_sync
         if args.humanline and args.sync == "before_step" and step % args.k == 0:
             sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)

@@ -111,7 +111,7 @@ def fail(message: str):
 
 @contextmanager
 def exit_on_error(place: str, kind=(Exception, dcp.CheckpointException)):
-    """An exception inside ends the run with a line that names the place."""
+    """An exception inside ends the run with a line that names the place. DCP's own is no `Exception`."""
     try:
         yield
     except kind as error:

@@ -53,9 +53,6 @@ def copy(whole, tmp_path):
     return shutil.copytree(whole, tmp_path / "run")
 
 
-# --- weights ---
-
-
 def without(part):
     return lambda found: {key: value for key, value in found.items() if part not in key}
 
@@ -84,9 +81,6 @@ def test_buffers_of_old_files_and_tied_heads_are_no_fault(tmp_path, tied_policy)
     run_ranks(1, runs)
     assert metrics(tmp_path / "0", True) == metrics(tmp_path / "1", True)
     assert len(metrics(tmp_path / "2")) == 2
-
-
-# --- folders ---
 
 
 def test_a_folder_in_use_or_with_a_run_is_refused_and_stays_as_it_is(copy):
@@ -126,9 +120,6 @@ def test_a_resume_that_fails_leaves_the_folder_as_it_was(copy, whole, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(rows))  # the same content under another name
     run_ranks(1, [["--resume", str(copy), "--dataset", str(tmp_path / "rows.jsonl")]])
     same(copy, whole)
-
-
-# --- checkpoints ---
 
 
 def cut(path, share=0.5):
@@ -182,9 +173,6 @@ def test_metrics_have_whole_lines_after_a_resume(copy, left):
     kept = 12 if left == "half a line more" else 0
     run_ranks(1, [["--resume", str(copy), "--num-steps", "14", "--checkpoint-every", "0"]])
     assert [step["step"] for step in metrics(copy)] == [*range(kept), 12, 13]
-
-
-# --- disks ---
 
 
 def test_a_disk_that_is_full_ends_all_ranks_and_the_last_checkpoint_resumes(tmp_path):

@@ -132,6 +132,13 @@ def test_a_finished_run_goes_on_even_in_a_folder_that_was_moved(uninterrupted, t
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-10", "step-14"}
 
 
+def test_a_run_that_failed_before_its_first_step_goes_on(tmp_path):
+    flags = [*DPO, "--online", "--round-prompts", "20", "--num-steps", "1", "--output-dir", str(tmp_path)]
+    assert "no prompt's rewards differ" in refused([*flags, "--reward-threshold", "99"])
+    run_ranks(1, [["--resume", str(tmp_path), "--reward-threshold", "0.01"]])
+    assert lines(tmp_path) == 1
+
+
 def test_a_run_without_checkpoints_writes_none_and_cannot_go_on(tmp_path):
     folder = tmp_path / "run"
     run_ranks(1, [[*DPO, "--checkpoint-every", "0", "--num-steps", "3", "--output-dir", str(folder)]])
