@@ -1,25 +1,32 @@
-"""Humanline GRPO with verifiable rewards: sampling every S steps, around a reference synced every k steps.
+"""Humanline GRPO on problems with known answers: samples every S steps, a reference synced every k steps.
 
-"Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207), §5.2.2 and equation 1. Two lines make it
-humanline: `grep -n "# humanline [cs]" grpo_math_humanline.py`.
+Implements §5.2.2 and equation 1 of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207). Two
+lines turn GRPO into humanline GRPO: the clamp in `clip_log_ratio`, and the sync before `optimizer.step()` in
+`main`, which replaces the sync at the start of every round.
 
     python grpo_math_humanline.py  # one process, the embedded toy, a minute
     torchrun --nproc-per-node 4 grpo_math_humanline.py --model ... --dataset ...
 
-Differs from equation 1 as the paper's online GRPO does (C.1.4):
-    - The loss is the mean over the completion tokens of the global batch, not a mean of means.
-    - The KL penalty is against the ratio's reference, not against a fixed policy.
-Differs from the paper in (docs/grpo_math.md):
-    - Log-probs in training have the temperature of sampling.
-    - The gradient norm is one norm over all ranks; in the authors' code each has its own (docs/dpo.md, 8).
-    - Answers that cannot be graded within limits count as wrong, and such problems are dropped.
+To change the method, edit `grpo_loss` or `group_advantages`. To change the rewards, edit the section Grading.
+To read other data, edit `encode_row`.
 
-B sequences, T tokens. Log-probs are in nats. A mask is 1 at completion tokens, else 0. An Example is a prompt
-with one completion, a group the G examples of one prompt.
+Differences from equation 1:
+    - The loss is the mean over all completion tokens of the global batch (C.1.4, for instruction following).
+      Equation 1 first takes the mean of each completion.
+    - The KL penalty uses the same reference as the ratio (C.1.4). Equation 1 uses a fixed policy.
+    - Advantages are divided by std + 1e-4, as in TRL.
+    - Log-probs in training use the sampling temperature, as in TRL, because the samples are the policy's own.
+      The other scripts use 1, because their data may come from other models.
+Differences from the paper and the authors' code (all: docs/grpo_math.md):
+    - The reference is synced before the updates of steps 0, k, 2k and so on.
+    - Answers that cannot be graded within limits of time and memory count as wrong. Problems whose gold
+      answer cannot be graded are dropped.
+
+Notation: B sequences of T tokens; log-probs in nats; a mask is 1 at completion tokens and 0 elsewhere. An
+Example is a prompt with at most one completion. A group is a tuple of Examples of one prompt: here the G
+samples of a problem or, in a data set, the problem alone.
 """
 
-import gzip
-import json
 import logging
 import math
 import multiprocessing
@@ -30,19 +37,17 @@ import signal
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-import pyarrow.parquet
 import torch
 import torch.distributed as dist
-import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
 
 import run
 import utils
@@ -51,76 +56,77 @@ import utils
 SYSTEM_PROMPT = """Reason step by step before you answer. Write in this format, each tag on a line of its own:
 <think>\nyour reasoning\n</think>\n<answer>\nthe final answer\n</answer>"""
 
-WEIGHTS = {"accuracy": 8.0, "format": 1.0, "tag_count": 1.0}  # of the three rewards (Table 2)
-
 
 @dataclass
 class Args:
     # algorithm
-    beta: float = 1e-4  # weight of the KL penalty (from the authors' code)
-    epsilon: float = 0.2  # the ratio is clipped to 1 ± ε (from the authors' code)
-    group_size: int = 8  # G, samples of a problem (Table 2)
-    sample_every: int = 64  # S, steps between rounds; 1 is online (Figure 7: 1 and 64)
+    beta: float = 1e-4  # weight of the KL penalty (authors' code)
+    epsilon: float = 0.2  # the ratio is clipped to 1 ± ε (TRL's default)
+    group_size: int = 8  # samples per problem (G) (Table 2)
+    sample_every: int = 64  # optimizer steps between rounds of sampling (S); 1: online (Figure 7: 1 and 64)
     # humanline
-    humanline: bool = True  # --no-humanline: no clipping, no syncing but at the start of a round
-    k: int = 16  # optimizer steps between syncs of the reference (Table 2: 12 to 24; 1 collapses)
-    log_epsilon_P: float = -1.5  # bounds of a token's log π_θ/π_ref, nats (Tables 1, 2)
-    log_epsilon_R: float = 1.5
-    clip: bool = True  # --no-clip: syncing alone
-    sync: Literal["before_step", "after_step", "none"] = "before_step"  # after_step: Figure 10
+    # --no-humanline: no humanline clipping (ε still clips), and syncs only when a round starts.
+    humanline: bool = True
+    # Optimizer steps between syncs of the reference (Table 2: 12 to 24; 1 collapses); 0: syncs only when a
+    # round starts.
+    k: int = 16
+    log_epsilon_P: float = -1.5  # lower bound of a token's log π_θ/π_ref, in nats (Table 2); -inf: none
+    log_epsilon_R: float = 1.5  # upper bound of a token's log π_θ/π_ref, in nats (Table 2); inf: none
     # optimization
     num_steps: int = 1600  # optimizer steps (paper: 1600)
-    prompts_per_step: int = 32  # problems per step, over all ranks (paper: 32)
-    micro_batch_tokens: int = 8192  # most tokens in a forward pass of a rank; 0: any
-    lr: float = 1e-6  # AdamW's learning rate (paper: 1e-6)
-    warmup_fraction: float = 0.1  # share of the steps (Tables 1, 2)
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after warmup (paper: constant)
-    weight_decay: float = 0.0  # of AdamW (Table 2)
+    prompts_per_step: int = 32  # problems per optimizer step, over all ranks (paper: 32)
+    micro_batch_tokens: int = 8192  # maximum tokens per micro-batch and rank; 0: unlimited
+    lr: float = 1e-6  # AdamW's learning rate after warmup (paper: 1e-6)
+    warmup_fraction: float = 0.1  # fraction of the steps with linear warmup (Table 2)
+    weight_decay: float = 0.0  # AdamW's weight decay (Table 2)
     adam_eps: float = 1e-8  # AdamW's ε (Table 2)
-    max_grad_norm: float = 1.0  # global gradient norm (Table 2)
+    max_grad_norm: float = 1.0  # maximum global gradient norm (Table 2)
     # data
-    dataset: str = ""  # problems with an answer or a solution: file or Hub name
-    dataset_split: str = "train"  # Hub split, such as train[:10000]
-    eval_dataset: str = ""  # held out, in the same formats; empty: none
-    eval_split: str = "test"  # Hub split
-    system_prompt: str = SYSTEM_PROMPT  # first message; empty: none
-    max_prompt_length: int = 512  # tokens; rows with a longer prompt are dropped
-    max_length: int = 2560  # tokens; what is cut here has no end of turn
+    dataset: str = ""  # problems with answers: a file or a Hub name (formats: docs/grpo_math.md)
+    dataset_split: str = "train"  # split of a Hub data set, for example train[:10000]
+    eval_dataset: str = ""  # held-out data in the same formats; empty: no evaluation
+    eval_split: str = "test"  # split of a Hub data set
+    # First message of every prompt; empty: none. The words are ours; paper/table2.sh has the authors'.
+    system_prompt: str = SYSTEM_PROMPT
+    max_prompt_length: int = 512  # maximum prompt tokens; longer prompts are skipped
+    max_length: int = 2560  # maximum prompt + completion tokens; truncated completions get no EOS token
     # model
     model: str = ""  # folder or Hub name; empty: the toy and its settings
-    chat_template: str = ""  # Jinja file
-    eos_token: str = ""  # that ends a turn; empty: the tokenizer's
-    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bf16, CPU fp32, toy fp64
-    gradient_checkpointing: bool = False  # less memory, more time
-    compile: bool = False  # of every block, by torch.compile: a minute at first, then faster on a GPU
-    shard_size: int = 0  # ranks that share a copy (HSDP), such as those of a machine; 0: all
-    trust_remote_code: bool = False  # run a model's own Python code
+    chat_template: str = ""  # Jinja file; empty: the tokenizer's template
+    eos_token: str = ""  # token that ends a turn; empty: the tokenizer's EOS token
+    # Dtype of forward and backward; auto: bfloat16 on CUDA, float32 on the CPU. The toy uses float64.
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
+    gradient_checkpointing: bool = False  # recompute activations in backward: less memory, more time
+    compile: bool = False  # torch.compile the decoder blocks: a minute at first, then faster on a GPU
+    shard_size: int = 0  # ranks per model replica (HSDP), for example one node's GPUs; 0: all ranks
+    trust_remote_code: bool = False  # run Python code that comes with a model
     # sampling
-    max_new_tokens: int = 2048  # tokens (paper: 2048); training reads those up to --max-length
-    temperature: float = 0.7  # of sampling, and of the log-probs in training (paper: 0.7)
-    top_p: float = 1.0  # nucleus sampling (Table 2)
-    engine: Literal["auto", "vllm", "hf"] = "auto"  # auto: vLLM where installed
-    vllm_memory: float = 0.3  # share of a GPU's memory
-    vllm_tensor_parallel: int = 1  # GPUs that share an engine
-    generation_batch_size: int = 32  # sequences, for hf
+    max_new_tokens: int = 2048  # maximum sampled tokens (paper: 2048); training truncates to --max-length
+    temperature: float = 0.7  # temperature of sampling, and of the log-probs in training (paper: 0.7)
+    top_p: float = 1.0  # nucleus sampling threshold (Table 2)
+    engine: Literal["auto", "vllm", "hf"] = "auto"  # hf: transformers; auto: vLLM if installed, else hf
+    vllm_memory: float = 0.3  # fraction of a GPU's memory that vLLM may use
+    vllm_tensor_parallel: int = 1  # GPUs per vLLM engine
+    generation_batch_size: int = 32  # prompts per batch of the hf engine
     # run
-    seed: int = 1  # of data order and sampling
-    output_dir: str = ""  # default runs/<script>__<seed>__<time>
-    resume: str = ""  # folder of a run; flags beside it win
-    checkpoint_every: int = 100  # steps; 0: never
-    keep_checkpoints: int = 2  # the newest stay; 0: all
-    eval_every: int = 0  # steps; 0: only before and after training
-    eval_samples: int = 256  # held-out prompts; 0: none
-    eval_samples_per_problem: int = 4  # for pass@1
+    seed: int = 1  # seed of data order and sampling
+    output_dir: str = ""  # run folder; empty: runs/<script>__<seed>__<time>
+    resume: str = ""  # run folder to resume; flags given with it override the run's settings
+    checkpoint_every: int = 100  # steps between checkpoints; 0: a checkpoint only after a signal
+    keep_checkpoints: int = 2  # number of checkpoints that stay, the newest; 0: all
+    eval_every: int = 0  # steps between evaluations; 0: only before and after training
+    eval_samples: int = 256  # held-out problems to sample completions for; 0: none
+    eval_samples_per_problem: int = 4  # samples per held-out problem, for pass@1
 
 
-# What the toy needs instead.
+PAPER = {}  # all variants have the same settings in the paper (Table 2), which are the defaults above
 FOLDER = Path(__file__).resolve().parent / "toy" / "shell_game"
+# Settings of the toy, which replace the defaults above.
 TOY = dict(
     model=f"{FOLDER}/policy",
     dataset=f"{FOLDER}/problems_train.jsonl.gz",
     eval_dataset=f"{FOLDER}/problems_test.jsonl.gz",
-    dtype="float64",  # so that any number of ranks and passes gives the same digits
+    dtype="float64",  # results agree to 1e-5 for any number of ranks and micro-batches
     system_prompt="",
     num_steps=256,
     prompts_per_step=16,
@@ -133,126 +139,259 @@ TOY = dict(
 
 # === Loss ===
 def grpo_loss(clipped_log_ratio, log_ratio, advantages, beta: float, epsilon: float):
-    """Equation 1 for every token: β·k3 - min(A·ratio, A·clamp(ratio, 1-ε, 1+ε)).
+    """Computes the negative of equation 1 for every token: β k3 - min(A ratio, A clamp(ratio, 1-ε, 1+ε)).
+
+    Tokens of the prompt and padding get losses too. The caller multiplies them by the mask.
 
     Args:
-        clipped_log_ratio: (B, T) humanline-clipped log π_θ/π_ref in nats, for the ratio.
-        log_ratio: (B, T), for the KL estimate k3 = π_ref/π_θ + log π_θ/π_ref - 1, which is not clipped (C.2).
-        advantages: (B,).
+        clipped_log_ratio: (B, T) token log π_θ/π_ref in nats, after humanline clipping. It gives the ratio.
+        log_ratio: (B, T), without clipping (C.2). It gives k3 = π_ref/π_θ + log π_θ/π_ref - 1, an estimate of
+            the KL divergence.
+        advantages: (B,), A of each sequence.
 
     Returns:
-        The loss of every token (B, T), which main averages. Detached: ratio, k3, and where the clip to 1 ± ε
-        removes the gradient.
+        The losses of the tokens, the ratios, k3, and whether the clip to 1 ± ε stops the gradient of the
+        token's min(...), (B, T) each. All but the losses are detached.
     """
     A = advantages.unsqueeze(-1)  # (B, 1)
     ratio = clipped_log_ratio.exp()  # (B, T)
     k3 = (-log_ratio).exp() + log_ratio - 1  # (B, T)
-    loss = beta * k3 - torch.minimum(A * ratio, A * ratio.clamp(1 - epsilon, 1 + epsilon))
+    losses = beta * k3 - torch.minimum(A * ratio, A * ratio.clamp(1 - epsilon, 1 + epsilon))
     removed_above = (A > 0) & (ratio > 1 + epsilon)
     removed_below = (A < 0) & (ratio < 1 - epsilon)
-    return loss, ratio.detach(), k3.detach(), removed_above | removed_below
+    return losses, ratio.detach(), k3.detach(), removed_above | removed_below
 
 
 def group_advantages(rewards):
-    """(R - mean) / (std + 1e-4) within each group, with the sample's std (Open-R1); 0 where all are equal.
+    """Computes TRL's advantages within each group, (R - mean) / (std + 1e-4), where the std divides by G - 1.
+
+    For Dr. GRPO's advantages, which are not divided by the std, return `centered`.
 
     rewards: (groups, G).
     """
-    rewards = rewards - rewards[:, :1]  # changes no advantage, but makes those of equal rewards exactly 0
-    mean = rewards.mean(1, keepdim=True)
-    deviation = rewards.std(1, keepdim=True)
-    return (rewards - mean) / (deviation + 1e-4)
+    centered = rewards - rewards.mean(1, keepdim=True)
+    return centered / (rewards.std(1, keepdim=True) + 1e-4)
 
 
 def clip_log_ratio(args, log_ratio):
-    """log π_θ/π_ref for the loss (GRPO: for its ratio), (B, T): beyond a bound the bound, no gradient."""
-    if not args.humanline or not args.clip:
+    """Clamps token log-ratios to the humanline bounds. Beyond a bound, the result has no gradient."""
+    if not args.humanline:
         return log_ratio
     return log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)  # humanline clipping (§5.1, Figure 4)
 
 
 @torch.no_grad()
 def sync_reference(reference, policy):
-    """π_ref ← π_θ. Both are sharded alike, so every rank copies its own shards, without communication."""
-    targets = [parameter.to_local() for parameter in reference.parameters()]
-    sources = [parameter.to_local() for parameter in policy.parameters()]
-    torch._foreach_copy_(targets, sources)
+    """Copies the policy's weights into the reference: π_ref ← π_θ.
+
+    Both models are sharded in the same way, so every rank copies its own shards without communication. A
+    reference that is stored in bf16 gets rounded weights, which are those that the policy computes with.
+    """
+    for target, source in zip(reference.parameters(), policy.parameters(), strict=True):
+        target.to_local().copy_(source.to_local())
+
+
+# === Training ===
+def main(args: Args):
+    # This also replaces --dtype auto in args.
+    rank, world, device = run.setup(args, args.prompts_per_step * args.group_size)
+
+    # The data is read before the models, so that errors in it appear within seconds.
+    tokenizer, eos_ids = utils.load_tokenizer(args)
+    grader = start_grader()
+    problems, held_out = load_data(args, tokenizer, eos_ids, grader)
+    data_hash = run.hash_data(problems, held_out)  # ends the run if ranks have read different data
+    longest = utils.longest_sequence(args, problems + held_out)  # tokens, in training and sampling
+    policy, reference = load_models(args, device, longest)
+    sampler = utils.Sampler(args, tokenizer, eos_ids, device, longest)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        lr=args.lr,
+        eps=args.adam_eps,
+        weight_decay=args.weight_decay,
+        fused=device.type == "cuda",  # the default, foreach, allocates a copy of one of Adam's moments
+    )
+    warmup_steps = max(1, round(args.warmup_fraction * args.num_steps))
+
+    output_dir = run.open_folder(args, __file__)
+    # A resumed run evaluates the initial policy again: it is the baseline of the report.
+    before = evaluate(args, policy, sampler, grader, held_out)
+    # A new run has no checkpoint and starts at step 0.
+    progress = run.load_checkpoint(output_dir, policy, reference, optimizer, data_hash)
+    # A resume may have changed --group-size.
+    if any(len(group) != args.group_size for group in progress.pool):
+        raise run.InputError(f"--group-size {args.group_size}: the checkpoint holds groups of another size")
+    run.save_args(args, output_dir, __file__)  # after the load, so that a failed resume changes nothing
+    log = run.Log(args, output_dir, progress.step, before)
+    signals = run.Signals()  # in the loop, SIGINT and SIGTERM end the run after the current step
+
+    for step in range(progress.step, args.num_steps):
+        metrics = {"step": step}
+        if step > 0 and args.eval_every and step % args.eval_every == 0:
+            metrics |= run.evaluation_means(evaluate(args, policy, sampler, grader, held_out))
+        started = time.perf_counter()
+
+        # The global batch, the same on all ranks: groups of the policy's own samples. A round gives the
+        # batches of S steps, which wait in the pool. (After a resume with another --prompts-per-step, the
+        # pool may hold less than a batch.)
+        if len(progress.pool) < args.prompts_per_step:
+            # Without humanline, or with k = 0, the reference is the policy that samples the round, like the
+            # old policy of PPO. Otherwise syncs follow k alone.
+            if not args.humanline or args.k == 0:
+                sync_reference(reference, policy)
+            new_groups, round_metrics = sample_round(args, sampler, grader, policy, problems, step)
+            progress.pool += new_groups
+            metrics |= round_metrics
+        batch = progress.pool[: args.prompts_per_step]
+        progress.pool = progress.pool[args.prompts_per_step :]
+        examples = [example for group in batch for example in group]
+
+        # The advantages
+        rewards = torch.tensor([example.reward for example in examples], dtype=torch.float64, device=device)
+        rewards = rewards.view(args.prompts_per_step, args.group_size)  # (groups, G)
+        advantages = group_advantages(rewards)  # (groups, G)
+        metrics |= sample_metrics(examples, rewards)
+
+        # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
+        # micro-batches. It also sums the gradients over ranks.
+        lengths = [example.length for example in examples]
+        micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
+        completion_tokens = sum(len(example.completion_ids) for example in examples)
+        means = run.Means()
+        for indices in micro_batches[rank::world]:
+            input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
+
+            with torch.no_grad():  # first, because the policy's activations stay in memory until backward
+                ref_logps = utils.token_logps(reference, input_ids, mask, args.temperature)  # (B, T)
+            logps = utils.token_logps(policy, input_ids, mask, args.temperature)  # (B, T)
+            log_ratio = logps - ref_logps  # (B, T)
+            clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
+            A = advantages.flatten()[indices].to(logps.dtype)  # (B,)
+            losses, ratio, k3, removed = grpo_loss(  # (B, T) each
+                clipped_log_ratio, log_ratio, A, args.beta, args.epsilon
+            )
+            # summed over ranks: the mean over all completion tokens of the global batch
+            ((losses * mask).sum() / completion_tokens).backward()
+
+            means.add(grpo_metrics(losses, ratio, k3, removed), mask)
+            means.add(clipping_metrics(args, log_ratio), mask)
+        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+        metrics["grad_norm"] = grad_norm.full_tensor().item()  # global norm before clipping
+        metrics |= means.reduce()
+        run.check_finite(metrics)
+
+        # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
+        # takes the weights that produced this gradient, and the update then moves the policy away from them.
+        # A sync after the update would make both models equal. With k = 1 every log-ratio would then be 0,
+        # and no token would be clipped.
+        if args.humanline and args.k > 0 and step % args.k == 0:
+            sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
+
+        # The update. The learning rate rises linearly (warmup: Table 2) and then stays constant.
+        metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = metrics["lr"]
+        optimizer.step()
+        optimizer.zero_grad()
+
+        progress.step = step + 1
+        log.write(metrics | run.perf_metrics(started, sum(lengths)))
+        signal_number = signals.received_by_any_rank()
+        if signal_number or run.checkpoint_is_due(args, progress.step):
+            run.save_checkpoint(args, output_dir, policy, reference, optimizer, progress)
+        if signal_number:
+            run.exit_after_signal(signal_number, output_dir, progress.step)
+
+    after = evaluate(args, policy, sampler, grader, held_out)
+    run.export(output_dir / "final", policy, tokenizer, eos_ids)
+    log.report(before, after)
+    grader.stop()
+    grader.join()
+    dist.barrier()  # all ranks wait until rank 0 has written everything
+    dist.destroy_process_group()
 
 
 # === Data ===
-def load_rows(name: str, split: str):
-    """Yields (line number, row) of a .jsonl, .jsonl.gz or .parquet file, or of a Hub data set."""
-    if name.endswith((".jsonl", ".jsonl.gz")):
-        open_file = gzip.open if name.endswith(".gz") else open
-        with open_file(name, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                with run.exit_on_error(f"{name}, line {number}"):  # the caller's has no number for it
-                    row = json.loads(line)
-                yield number, row
-    elif name.endswith(".parquet"):
-        yield from enumerate(pyarrow.parquet.read_table(name).to_pylist(), 1)
-    else:
-        import datasets  # here, since it takes a second
+def load_data(args, tokenizer, eos_ids, grader) -> tuple[list, list]:
+    """Reads --dataset and --eval-dataset. Returns the problems of both whose answers can be graded."""
+    problems = load_groups(args, tokenizer, eos_ids, args.dataset, args.dataset_split)
+    held_out = []
+    if args.eval_dataset:
+        held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
+    problems = keep_gradable(grader, args.dataset, problems, args.prompts_per_step)
+    if held_out:
+        held_out = keep_gradable(grader, args.eval_dataset, held_out, 1)
+    return problems, held_out
 
-        yield from enumerate(datasets.load_dataset(name, split=split), 1)
+
+def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
+    """Reads and tokenizes a data set. Returns the groups of its rows.
+
+    Prints how many rows were skipped and why, and the last tokens of the first prompt and its completion, if
+    it has one. They show whether the chat template and the EOS token are right.
+    """
+    groups = []
+    skipped = defaultdict(list)  # {reason: line numbers}
+    for number, row in run.read_rows(name, split):
+        try:
+            groups.append(encode_row(args, tokenizer, eos_ids, row))
+        except utils.SkipRow as reason:
+            skipped[str(reason)].append(number)
+        except Exception as error:  # an InputError, or a mistake in `encode_row`
+            error.add_note(f"{name}, line {number}")
+            raise
+    counts = [f"{name}: {len(groups)} rows"]
+    for reason, numbers in skipped.items():
+        counts.append(f"{len(numbers)} skipped, the first in line {numbers[0]}: {reason}")
+    summary = "; ".join(counts)
+    if not groups:
+        raise run.InputError(summary)
+    first = groups[0][0]
+    summary += f"; a prompt ends with {tokenizer.decode(first.prompt_ids[-8:])!r}"
+    if first.completion_ids:
+        summary += f", its completion with {tokenizer.decode(first.completion_ids[-8:])!r}"
+    run.print_main(summary)
+    return groups
 
 
 def encode_row(args, tokenizer, eos_ids, row):
-    """A problem and its gold answer, as a group of one. Change it to read other columns.
+    """Returns a problem with its gold answer, as a group of one Example. Edit it to read other columns.
 
-    Raises utils.CannotTrain if the row is to be left out, and another exception if it is malformed.
+    Raises utils.SkipRow to skip the row, and run.InputError to end the run because the row is malformed.
     """
-    utils.check_columns(row)  # an error for text in other columns, such as "system" (utils.NOT_READ)
+    utils.check_row(row)
+    utils.require_columns(row, "problem")
     prompt = row["problem"]
     if args.system_prompt:
         system = {"role": "system", "content": args.system_prompt}
         prompt = [system, {"role": "user", "content": prompt}]
     prompt_ids, _ = utils.encode(tokenizer, eos_ids, prompt)
     if not 0 < len(prompt_ids) <= min(args.max_prompt_length, args.max_length - 1):
-        raise utils.CannotTrain("prompt empty, or longer than --max-prompt-length or --max-length")
+        raise utils.SkipRow("prompt empty, or longer than --max-prompt-length or --max-length")
     return (utils.Example(prompt, prompt_ids, answer=gold_answer(row)),)
 
 
 def gold_answer(row) -> str:
-    """The `answer` of a row, text or a number, or its `solution` with a box, or "". Raises ValueError."""
+    """Returns a row's `answer`, or else its `solution`, whose last box `extract_answer` will find.
+
+    Returns "" if the solution has no box or the answer is not finite. `keep_gradable` then drops the problem.
+    """
     answer, solution = row.get("answer"), row.get("solution")
     if answer is None and isinstance(solution, str):
-        answer = solution if "\\boxed" in solution else ""
-    if type(answer) is float:  # str would write 1e-05
-        answer = np.format_float_positional(answer, trim="-") if math.isfinite(answer) else ""
-    if type(answer) not in (str, int):
-        raise ValueError("it needs an answer, text or a number, or a solution")
+        return solution if "\\boxed" in solution else ""
+    if isinstance(answer, float):  # str would write 0.00001 as 1e-05, which is not LaTeX
+        return np.format_float_positional(answer, trim="-") if math.isfinite(answer) else ""
+    if isinstance(answer, bool) or not isinstance(answer, str | int):  # a bool is an int, too
+        raise run.InputError("a problem needs an answer (a text or a number) or a solution (a text)")
     return str(answer)
 
 
-def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
-    """The groups of a data set. Prints which rows are left out, and where the first one's turns end."""
-    groups = []
-    left_out = defaultdict(list)  # {reason: line numbers}
-    with run.exit_on_error(name):
-        for number, row in load_rows(name, split):
-            with run.exit_on_error(f"{name}, line {number}"):
-                try:
-                    groups.append(encode_row(args, tokenizer, eos_ids, row))
-                except utils.CannotTrain as reason:
-                    left_out[str(reason)].append(number)
-    counts = [f"{name}: {len(groups)} rows"]
-    for reason, numbers in left_out.items():
-        counts.append(f"{len(numbers)} left out, the first in line {numbers[0]}: {reason}")
-    summary = "; ".join(counts)
-    if not groups:
-        run.fail(summary)
-    first = groups[0][0]
-    prompt_end = tokenizer.decode(first.prompt_ids[-8:])
-    completion_end = tokenizer.decode(first.completion_ids[-8:])
-    run.say(f"{summary}; a prompt ends {prompt_end!r}, its completion {completion_end!r}")
-    return groups
-
-
 def draw_batch(groups, number: int, size: int, seed: int):
-    """Batch `number` (step or round) of endless, newly shuffled epochs. What fills no batch is skipped."""
+    """Returns batch `number` (a step or a round) of an endless sequence of shuffled epochs.
+
+    The order depends only on the seed and the epoch, so a run that is resumed with the same size needs no
+    state of the data loader. The last, incomplete batch of an epoch is dropped.
+    """
     batches_per_epoch = len(groups) // size
     epoch, batch = divmod(number, batches_per_epoch)
     order = np.random.default_rng((seed, epoch)).permutation(len(groups))
@@ -260,44 +399,51 @@ def draw_batch(groups, number: int, size: int, seed: int):
 
 
 # === Models ===
-def setup(args):
-    """Starts the process group and resolves --dtype auto. Returns rank, world size and device.
+def load_models(args, device, longest: int):
+    """Loads the policy (stored in fp32) and the reference (stored in bf16 if --dtype is, else in fp32).
 
-    Ends the run if the ranks have other flags or another script.
+    Both compute in --dtype. A reference in bf16 loses nothing, because in bf16 the policy computes with
+    rounded weights, too.
+
+    longest: the maximum length of a sequence, in tokens.
     """
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        # Lengths vary, and memory would be in pieces. It is read when CUDA starts.
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-        torch.cuda.set_device(device)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every new length of a sequence
-        backend = "cpu:gloo,cuda:nccl"
-    else:
-        device = torch.device("cpu")
-        backend = "gloo"
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(1)  # as torchrun does, so that numbers are the same without it
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:  # without torchrun there is no address to meet at
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    run.compare_programs(args, __file__)
-    transformers.utils.logging.disable_progress_bar()
-    if args.dtype == "auto":
-        args.dtype = "bfloat16" if device.type == "cuda" else "float32"
-    return dist.get_rank(), dist.get_world_size(), device
 
+    def load(dtype):
+        model = utils.load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
+        utils.check_positions(model.config, longest)
+        # Both models stay in eval mode, because dropout would make them differ at step 0.
+        return shard_model(args, model, device).eval()
 
-def decoder_blocks(model):
-    """The modules that transformers names as not to be split; `fully_shard` puts FSDP before the name."""
-    names = model._no_split_modules or ()
-    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+    # Loaded in the dtype of the files, weights are memory-mapped pages that all ranks of a machine share. The
+    # policy is cast to fp32 only after sharding, so no rank converts the complete policy. The reference is
+    # loaded in its storage dtype, because a later cast to bf16 would also round its buffers (RoPE's
+    # frequencies).
+    policy = load("auto").to(torch.float32)
+    reference = load(utils.storage_dtype(args)).requires_grad_(False)
+    for name, buffer in policy.named_buffers():
+        # Some buffers (Gemma's embed_scale) are rounded to the dtype in which the model was loaded. The
+        # policy takes the reference's, so that both use the same values.
+        buffer.copy_(reference.get_buffer(name))
+    if args.gradient_checkpointing:
+        for block in decoder_blocks(policy):
+            # Not transformers' own checkpointing, because it needs train mode, which would start dropout.
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    for name, model in (("policy", policy), ("reference", reference)):
+        # If sequences that are packed together attended to each other, log-probs would be wrong without any
+        # error. Therefore `choose_attention` compares packed log-probs with a plain forward pass.
+        attention = utils.choose_attention(model, longest)
+        run.print_main(f"attention of the {name}: {attention}")
+        if args.compile:
+            for block in decoder_blocks(model):
+                block.compile(dynamic=True)
+    return policy, reference
 
 
 def shard_model(args, model, device):
-    """Shards the model in place with FSDP2: decoder blocks, an untied embedding and head, the rest as root.
+    """Shards a model in place with FSDP2, which also moves it to the device.
 
-    With --shard-size (HSDP) so many ranks share a copy, and each set of so many has an equal one.
+    The units are the decoder blocks, an untied embedding and head, and the rest of the model.
+    With --shard-size N (HSDP) each group of N ranks holds one replica of the model, sharded over the group.
     """
     world = dist.get_world_size()
     shard_size = args.shard_size or world
@@ -308,273 +454,307 @@ def shard_model(args, model, device):
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     units = decoder_blocks(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embedding.weight is not head.weight:  # a tied weight belongs to both, and so to the root
+    if embedding.weight is not head.weight:  # a tied weight belongs to two modules, so the root must hold it
         units += [embedding, head]
     compute_dtype = getattr(torch, args.dtype)
-    # Gradients are summed over ranks in fp32 at least: bf16 would lose those of many ranks.
+    # Gradients are summed over ranks in fp32 or wider, because bf16 sums over many ranks lose small terms.
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype)
     for module in [*units, model]:
-        # By default the root stays gathered after a forward, for the backward pass. The reference has none:
-        # its next forward would read the gathered copy, and miss a sync in between.
+        # By default FSDP2 leaves the root gathered after forward, for use in backward. The reference never
+        # runs backward, so its next forward would still use the weights from before a sync.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
-        # The loss is divided by the global batch already, so gradients are sums over ranks, not means.
+        # FSDP must sum the gradients of the ranks, because the loss is already divided by the global batch.
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # by plain sums, which every backend has
+        # With a factor, FSDP2 would choose PREMUL_SUM, which gloo does not have. So a plain sum is forced.
+        module.set_force_sum_reduction_for_comms(True)
     return model
 
 
-def load_models(args, frozen_dtype: torch.dtype, device):
-    """Policy, stored in fp32, and reference, stored in `frozen_dtype`; both compute in --dtype."""
-    config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
-    longest = max(args.max_length, args.max_prompt_length + args.max_new_tokens)
-    utils.check_positions(config, longest, args.max_new_tokens)
-    config.dtype = None  # so that "auto" is the files' dtype
-
-    def load(dtype):
-        model = utils.load_pretrained(
-            AutoModelForCausalLM,
-            args.model,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=args.trust_remote_code,
-        )
-        run.compare_ranks("the checksum of --model's weights", utils.checksum(model))
-        return shard_model(args, model, device)
-
-    # Weights in the files' dtype are memory-mapped, in pages that all ranks share. The policy is cast to fp32
-    # after sharding, which moves a rank's shards to its device: no rank ever holds the whole model in fp32.
-    policy = load("auto").to(torch.float32).eval()  # dropout would part it from the reference
-    reference = load(frozen_dtype).eval().requires_grad_(False)
-    for name, buffer in policy.named_buffers():
-        # Gemma's embed_scale is rounded to the dtype of loading. Both models must have the same.
-        buffer.copy_(reference.get_buffer(name))
-    if args.gradient_checkpointing:
-        policy.gradient_checkpointing_enable({"use_reentrant": False})
-        for block in decoder_blocks(policy):
-            block.training = True  # not its children; in eval mode it would do nothing
-    for model in (policy, reference):
-        attention = utils.choose_attention(model, longest)
-        if args.compile:
-            for block in decoder_blocks(model):
-                block.compile(dynamic=True)
-    run.say(f"attention: {attention}")
-    return policy, reference
+def decoder_blocks(model):
+    """Returns the decoder layers, whose classes transformers lists in `_no_split_modules`."""
+    names = model._no_split_modules or ()
+    # `fully_shard` puts "FSDP" before the class names.
+    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
 
 
-def make_sampler(args, tokenizer, eos_ids, dtype, device):
-    return utils.Sampler(
-        model=args.model,
-        tokenizer=tokenizer,
-        eos_ids=eos_ids,
-        dtype=dtype,
-        device=device,
-        engine=args.engine,
-        max_length=args.max_prompt_length + args.max_new_tokens,
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        batch_size=args.generation_batch_size,
-        vllm_memory=args.vllm_memory,
-        vllm_tensor_parallel=args.vllm_tensor_parallel,
-        trust_remote_code=args.trust_remote_code,
-    )
+# === Rounds and evaluation ===
+def sample_round(args, sampler, grader, policy, problems: list[tuple], step: int):
+    """Samples and grades completions for the problems of the next S steps.
+
+    Returns:
+        The groups of samples, in the order in which the steps use them, and metrics.
+    """
+    drawn = []
+    for number in range(step, min(step + args.sample_every, args.num_steps)):
+        batch = draw_batch(problems, number, args.prompts_per_step, args.seed)
+        drawn += [problem for (problem,) in batch]
+    seed = (args.seed, step + 1)  # evaluations use (args.seed, 0)
+    problem_samples, metrics = sampler.sample(policy, drawn, args.group_size, seed)
+    started = time.perf_counter()
+    groups, rewards, num_stopped = grade_groups(grader, problem_samples)
+    new_groups = []
+    for group in groups:
+        # The complete samples were graded. Training truncates them.
+        new_groups.append(tuple(sample.truncate(args.max_length) for sample in group))
+    for name, numbers in rewards.items():
+        metrics[f"rollout/{name}_mean"] = numbers.mean().item()
+    metrics["rollout/grading_stopped"] = num_stopped
+    metrics["perf/grading_time"] = time.perf_counter() - started
+    return new_groups, metrics
+
+
+class Evaluation(NamedTuple):
+    statistics: dict  # {name: (mean, standard error)}
+    samples: list  # one sample for each of the first --eval-samples problems
+
+
+def evaluate(args, policy, sampler, grader, held_out: list[tuple]) -> Evaluation:
+    """Evaluates the policy on samples for held-out problems: rewards, length, and whether they finished.
+
+    eval/accuracy is pass@1. Values are first averaged over the samples of a problem, so the standard errors
+    are over problems.
+    """
+    problems = [problem for (problem,) in held_out[: args.eval_samples]]
+    if not problems:
+        return Evaluation({}, [])
+    count = args.eval_samples_per_problem
+    problem_samples, _ = sampler.sample(policy, problems, count, (args.seed, 0))
+    groups, values, _ = grade_groups(grader, problem_samples)  # values: {name: (N,)}
+    sample_values = utils.sample_statistics([sample for group in groups for sample in group])
+    values["finished"] = sample_values["finished"]
+    values["length"] = sample_values["length"]  # not "reward", which is the weighted sum of the rewards above
+    values = {f"eval/{name}": numbers.view(-1, count).mean(1) for name, numbers in values.items()}
+    return Evaluation(utils.mean_and_error(values), [group[0] for group in groups])
 
 
 # === Grading ===
-# math_verify grades, as in Open-R1, but is given one expression: where it searches a text for what it can
-# read, "4 or maybe 5" is 5, and a policy learns what pays.
-TIME_LIMIT = 5.0  # CPU seconds for one answer
-ANSWER_IS = r"(?i:answer)[^.\n]{0,30}?(?: is| are|[:\n])|\bA:|####"  # before an answer without a box
-REWRITTEN = {  # what math_verify reads otherwise, or not at all
-    r"(?:\.\s*|(?<!\\))(?:\\[()\[\]]|\$\$?)": "$$",  # one mark for formulas, and no full stop in them
-    r"(?<=\d)(?:,\\!|\\[,; ]|\{,\}| )(?=\d{3}(?!\d))": "",  # 24{,}000 and 24\,000
-    r"(?<=frac)\\(?!sqrt)[a-z]+": r"{\g<0>}",  # \frac\pi 4
-    # A word is no product of letters, or AB = 5 would be an equation for A and B.
-    r"(?<![\\A-Za-z])[A-Za-z]{2,}(?= ?=)|^[A-Za-z ]{3,}$": r"\\text{\g<0>}",
-    # Text behind a number is dropped as its unit, but not that of 5 \text{ (or 4)}.
-    r"\\text(?=\{[^{}]*\b(?:or|is|not)[^{}]*\w)": "",
+# Rewards of samples. As in Open-R1, math_verify compares answers. To grade other answers, for example
+# programs, replace `grade`. It must set the time limit itself, and return None for a gold answer that it
+# cannot grade (`keep_gradable` asks with the answer "\\pi"). To add a reward, add it to `grade_groups`, and
+# its weight to WEIGHTS.
+#
+# math_verify gets one expression, which `extract_answer` finds; only of a text with formulas does it choose
+# the last formula itself. By default, math_verify looks for a part of a text that it can parse. It reads "4
+# or maybe 5" as 5, and a policy would learn to exploit this.
+
+WEIGHTS = {"accuracy": 8.0, "format": 1.0, "tag_count": 1.0}  # weights of the rewards (Table 2)
+TIME_LIMIT = 5.0  # CPU seconds for grading one answer
+# Words before an answer without a box: "The answer is 5", "Answer: 5", "A: 5" and "#### 5". Up to 30
+# characters of the same sentence may follow "answer": "The answer (in cm) is 5".
+ANSWER_IS = r"(?i:answer)[^.\n]{0,30}?(?: is| are|[:\n])|\bA:|####"
+# Parts of an answer that math_verify would misread, and what replaces them.
+REWRITES = {
+    # \(x = 5.\) -> $$x = 5$$. All formulas get the same marks, and lose a full stop at the end. A mark after
+    # another backslash is none: \$ is a currency, \\[ is a line break of a matrix.
+    r"(?:\.\s*|(?<!\\))(?:\\[()\[\]]|\$\$?)": "$$",
+    # 24{,}000 -> 24000, and the same for 24\,000 and 24 000.
+    r"(?<=\d)(?:,\\!|\\[,; ]|\{,\}| )(?=\d{3}(?!\d))": "",
+    # \frac\pi 4 -> \frac{\pi} 4.
+    r"(?<=frac)\\(?!sqrt)[a-z]+": r"{\g<0>}",
+    # AB = 5 -> \text{AB} = 5. Otherwise it would be an equation for A and B.
+    r"(?<![\\A-Za-z])[A-Za-z]{2,}(?= ?=)": r"\\text{\g<0>}",
+    # no solution -> \text{no solution}. Otherwise the words would be products of letters.
+    r"^[A-Za-z ]{3,}$": r"\\text{\g<0>}",
+    # 5 \text{ or 4} -> 5 { or 4}. math_verify drops text after a number as its unit. Text with "or", "is" or
+    # "not" is no unit, and must stay.
+    r"\\text(?=\{[^{}]*\b(?:or|is|isn't|not)\b[^{}]*\w)": "",
 }
 
 
 def start_grader():
-    """A pool of processes: an answer that never ends, eats memory or crashes takes one of them with it."""
+    """Starts worker processes for grading.
+
+    Some answers, for example 9^{9^{9^9}}, let sympy compute forever, use up the memory or crash. Then only
+    the worker ends, and a new one replaces it.
+    """
     from pebble import ProcessPool
 
     context = multiprocessing.get_context("forkserver")  # a fork would inherit threads of CUDA and gloo
-    # A worker imports this file; what that needs is imported once, before the forks.
+    # Every worker imports this script, because `grade` is in it. The fork server makes the slow imports once,
+    # before it forks workers. transformers imports lazily, so the module of AutoModelForCausalLM is named.
     context.set_forkserver_preload(["torch", "transformers.models.auto.modeling_auto", "math_verify"])
     cores = os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    # A worker ends after 1000 answers, since the parser's caches grow.
-    return ProcessPool(min(cores, 8) or 1, max_tasks=1000, initializer=start_worker, context=context)
+    workers = max(1, min(cores, 8))
+    # A worker is replaced after 1000 answers, because the parser's caches grow.
+    return ProcessPool(workers, max_tasks=1000, initializer=start_worker, context=context)
 
 
 def start_worker():
-    logging.disable(logging.WARNING)  # math_verify's, that its own time limit is off
-    resource.setrlimit(resource.RLIMIT_DATA, (2**32, 2**32))  # bytes, of which imports take one eighth
+    """Sets the memory limit of a worker."""
+    logging.disable(logging.WARNING)  # math_verify warns that its own time limit is off
+    resource.setrlimit(resource.RLIMIT_DATA, (2**32, 2**32))  # 4 GiB, of which the imports take an eighth
 
 
-@lru_cache  # the samples of a problem have one gold answer
-def read_answer(text: str):
-    """What stands in the last <answer>; there in the last box, or behind the last "answer is", or in the last
-    formula, or else all of it: an object of sympy, a string that math_verify cannot parse, or None."""
+def extract_answer(text: str) -> str:
+    """Returns the LaTeX of the answer in a text, for `parse_answer`.
+
+    If there is an <answer> tag, only the text in the last one counts. The answer is the first that exists of
+        1. the content of the last box,
+        2. the sentence after the last "answer is" (ANSWER_IS; also inside a box),
+        3. the last formula, which math_verify finds by itself,
+        4. the complete text.
+    """
     from latex2sympy2_extended.math_normalization import extract_boxed_content
-    from math_verify import LatexExtractionConfig, parse
 
     text = text.rpartition("<answer>")[2].partition("</answer>")[0]
-    before, box, behind = text.rpartition("\\boxed")
-    if "}" not in before[-9:]:  # else it may be \boxed{4} or \boxed{5}, which is the set of both
-        text = box + behind
-    text = extract_boxed_content(text, "last")  # without a box all of it
-    *introduction, text = re.split(ANSWER_IS, text)
-    if introduction:
-        text = re.split(r"\.\s|\n\n", text.strip())[0]  # its sentence
-    text = text.strip(" \n:*").rstrip(".*")
-    for pattern, new in REWRITTEN.items():
-        text = re.sub(pattern, new, text)
-    if introduction or text.count("$$") < 2:
+    before, box, after = text.rpartition("\\boxed")
+    # Neighboring boxes are one answer: \boxed{4} or \boxed{5} -> 4,5. extract_boxed_content would also join
+    # boxes up to 70 characters apart. Therefore everything before the last box is removed, unless a brace,
+    # maybe that of another box, closes in the 9 characters before it.
+    if "}" not in before[-9:]:
+        text = box + after
+    text = extract_boxed_content(text, "last")  # returns the text if it has no box
+    *before, text = re.split(ANSWER_IS, text)
+    is_introduced = bool(before)
+    if is_introduced:
+        text = re.split(r"\.\s|\n\n", text.strip())[0]
+    text = text.strip(" \n:*").rstrip(".*")  # ": **5.**" -> "5"
+    for pattern, replacement in REWRITES.items():
+        text = re.sub(pattern, replacement, text)
+    # math_verify parses all of a box, but only the last formula of a text. Only a text with a formula, which
+    # has two marks, and without an introduction is left to it.
+    if is_introduced or text.count("$$") < 2:
         text = f"\\boxed{{{text}}}"
-    found = parse(text, [LatexExtractionConfig()], parsing_timeout=None)  # [value, its LaTeX], or []
-    if not found or re.match(r"(?:\[(?! *\\begin)|\\{)[^,]*$", str(found[-1])):  # [5] and {5} are not 5
+    return text
+
+
+@lru_cache  # the samples of a problem have the same gold answer
+def parse_answer(text: str):
+    """Returns the value of the answer in a text, or None if it has none.
+
+    The value is an object of sympy, or a string if math_verify cannot parse the answer.
+    """
+    from math_verify import LatexExtractionConfig, parse
+
+    # [value, LaTeX]; [LaTeX] if it cannot be parsed; [] if there is none. `grade` has set the time limit.
+    found = parse(extract_answer(text), [LatexExtractionConfig()], parsing_timeout=None)
+    if not found:
+        return None
+    # math_verify accepts [5] and \{5\} as 5, so lists and sets of one number get no value here. A bracket
+    # before \begin is that of a matrix.
+    if re.match(r"(?:\[(?! *\\begin)|\\{)[^,]*$", str(found[-1])):
         return None
     return found[0]
 
 
-def judge(gold: str, text: str) -> bool | None:
-    """In a worker: whether the answer in a text equals the gold answer; None if that cannot be read."""
+def grade(gold: str, text: str) -> bool | None:
+    """Returns whether the answer in a text equals the gold answer; None if the gold answer has no value.
+
+    Runs in a worker.
+    """
     from math_verify import verify
     from sympy import And, Eq
 
-    # No handler: Python would run one after a long multiplication only. The kernel ends the process, after so
-    # much CPU time, since a busy machine must not change verdicts.
+    # At this limit, the kernel ends the worker. Python would run a handler only after the current operation,
+    # which may be an endless multiplication. CPU time keeps the verdicts independent of the machine's load.
+    # The timer is not stopped: the next call sets it again, and an idle worker uses no CPU time.
     signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT)
-    gold, answer = read_answer(gold), read_answer(text)
-    if gold is None:
+    gold_value, value = parse_answer(gold), parse_answer(text)
+    if gold_value is None:
         return None
-    sides = []
-    if isinstance(answer, And | Eq) and not isinstance(gold, Eq):  # x = 4 = 5 is x = 4 and 4 = 5
-        sides = [side for equation in answer.atoms(Eq) for side in equation.args]
-        sides = [side for side in sides if not (side.is_Symbol or side.is_Function)]  # x and f(2) are names
-    return all(verify(gold, x, allow_set_relation_comp=True, timeout_seconds=None) for x in sides or [answer])
+    # If the answer is an equation but the gold answer is not, every side must equal the gold answer. Names
+    # like x and f(2) are exempt. For example, x = 4 = 5 (for sympy: x = 4 and 4 = 5) is neither 4 nor 5.
+    values = [value]
+    if isinstance(value, And | Eq) and not isinstance(gold_value, Eq):
+        sides = [side for equation in value.atoms(Eq) for side in equation.args]
+        sides = [side for side in sides if not (side.is_Symbol or side.is_Function)]
+        values = sides or [value]  # x = y has only names, and 0 ≤ x < 1 no equation
+    options = dict(allow_set_relation_comp=True, timeout_seconds=None)  # 0 ≤ x < 1 equals [0, 1)
+    return all(verify(gold_value, each, **options) for each in values)
 
 
-def judge_all(grader, jobs: list[tuple]):
-    """`judge` of every (gold, text), shared out over the ranks; None where it was stopped."""
+def grade_all(grader, jobs: list[tuple]) -> list:
+    """Returns the verdict of `grade` for every (gold answer, text). The ranks share the work.
+
+    The verdict is also None if the worker reached a limit or crashed.
+    """
     from pebble import ProcessExpired
 
     rank, world = dist.get_rank(), dist.get_world_size()
     distinct = list(dict.fromkeys(jobs))
-    # The other timeout is in seconds of the clock, for workers that sleep, or wait for a core.
-    futures = [grader.schedule(judge, job, timeout=20 * TIME_LIMIT) for job in distinct[rank::world]]
+    # Seconds of wall-clock time, far above TIME_LIMIT. They end a worker that waits for something: it uses no
+    # CPU time, so TIME_LIMIT would never end it.
+    futures = [grader.schedule(grade, job, timeout=20 * TIME_LIMIT) for job in distinct[rank::world]]
     verdicts = []
     for future in futures:
         try:
             verdicts.append(future.result())
         except (ProcessExpired, TimeoutError, MemoryError):
             verdicts.append(None)
-    of_ranks = utils.gather(verdicts)
-    by_job = {job: of_ranks[i % world][i // world] for i, job in enumerate(distinct)}
+    ranks_verdicts = run.gather(verdicts)
+    # Rank r has graded the jobs r, r + world, r + 2 · world and so on.
+    by_job = {job: ranks_verdicts[i % world][i // world] for i, job in enumerate(distinct)}
     return [by_job[job] for job in jobs]
 
 
-def keep_gradable(grader, name: str, groups):
-    """The groups whose gold answer has a value within the limits. Ends the run if there is none."""
+def keep_gradable(grader, name: str, groups: list[tuple], minimum: int) -> list[tuple]:
+    """Returns the groups whose gold answer can be graded, of which at least `minimum` are needed."""
     golds = [group[0].answer for group in groups]
-    verdicts = judge_all(grader, [(gold, "\\pi") for gold in golds])  # with itself it might not be computed
+    # Every gold answer is compared with a dummy answer, π, only to see whether there is a verdict within the
+    # limits. Compared with itself, a gold answer could be found equal without being computed.
+    verdicts = grade_all(grader, [(gold, "\\pi") for gold in golds])
+    kept = [group for group, verdict in zip(groups, verdicts) if verdict is not None]
     dropped = [gold for gold, verdict in zip(golds, verdicts) if verdict is None]
-    kept = [group for group in groups if group[0].answer not in dropped]
     summary = f"{name}: {len(kept)} of {len(groups)} gold answers can be graded"
     if dropped:
         summary += f", the first that cannot is {dropped[0]!r:.60}"
-    if not kept:
-        run.fail(summary)
-    run.say(summary)
+    if len(kept) < minimum:
+        raise run.InputError(f"{summary}; at least {minimum} are needed")
+    run.print_main(summary)
     return kept
 
 
 def format_reward(text: str) -> float:
-    """1 for <think>⏎…⏎</think>⏎<answer>⏎…⏎</answer> alone, else 0."""
+    """Returns 1 for a text of the form <think>⏎…⏎</think>⏎<answer>⏎…⏎</answer>, else 0. ⏎ is a line break."""
     thinking, _, answer = text.partition("\n</think>\n<answer>\n")
     return float(thinking.startswith("<think>\n") and answer.endswith("\n</answer>"))
 
 
 def tag_count_reward(text: str) -> float:
-    """A quarter for each of the four tags, with its line breaks, that occurs exactly once (Open-R1)."""
+    """Returns 1/4 for each of the four tags that occurs exactly once with its line breaks (Open-R1)."""
     tags = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
     return sum(text.count(tag) == 1 for tag in tags) / 4
 
 
-def score(grader, groups):
-    """The groups with their weighted rewards; all rewards by name, (N,); how many could not be graded."""
+def grade_groups(grader, groups: list):
+    """Grades the samples of all groups.
+
+    Returns:
+        The groups, where every sample has its weighted sum of rewards and whether its answer is correct; the
+        single rewards, {name: (N,)}; and the number of samples whose grading reached a limit or crashed,
+        which count as wrong.
+    """
     samples = [sample for group in groups for sample in group]
-    verdicts = judge_all(grader, [(sample.answer, sample.text) for sample in samples])
+    verdicts = grade_all(grader, [(sample.answer, sample.text) for sample in samples])
+    correct = [verdict is True for verdict in verdicts]
     rewards = {
-        "accuracy": [verdict is True for verdict in verdicts],
+        "accuracy": correct,
         "format": [format_reward(sample.text) for sample in samples],
         "tag_count": [tag_count_reward(sample.text) for sample in samples],
     }
-    rewards = {name: torch.tensor(values, dtype=torch.float64) for name, values in rewards.items()}
-    totals = sum(WEIGHTS[name] * values for name, values in rewards.items()).tolist()
-    samples = [sample._replace(reward=total) for sample, total in zip(samples, totals)]
+    rewards = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in rewards.items()}
+    totals = sum(WEIGHTS[name] * numbers for name, numbers in rewards.items()).tolist()
+    graded = []
+    for sample, total, is_correct in zip(samples, totals, correct):
+        graded.append(sample._replace(reward=total, correct=is_correct))
     size = len(groups[0])
-    groups = [samples[i : i + size] for i in range(0, len(samples), size)]
-    return groups, rewards, verdicts.count(None)
+    graded_groups = [tuple(graded[i : i + size]) for i in range(0, len(graded), size)]
+    return graded_groups, rewards, verdicts.count(None)
 
 
-# === Rounds and evaluation ===
-def sample_problems(args, sampler, grader, policy, problems: list[tuple], progress: run.Progress):
-    """Fills the pool with the policy's graded samples for the next S steps' problems. Returns metrics."""
-    drawn = []
-    for step in range(progress.step, min(progress.step + args.sample_every, args.num_steps)):
-        batch = draw_batch(problems, step, args.prompts_per_step, args.seed)
-        drawn += [group[0] for group in batch]
-    progress.round = progress.step + 1  # the seed of this round's samples; 0 is the evaluation's
-    with run.exit_on_error(f"sampling at step {progress.step}", ValueError):
-        samples, metrics = sampler.sample(policy, drawn, args.group_size, (args.seed, progress.round))
-    started = time.perf_counter()
-    groups, rewards, stopped = score(grader, samples)
-    for group in groups:
-        progress.pool.append([sample.cut(args.max_length) for sample in group])
-    for name, values in rewards.items():
-        metrics[f"rollout/{name}_mean"] = values.mean().item()
-    metrics["rollout/grading_stopped"] = stopped
-    metrics["perf/grading_time"] = time.perf_counter() - started
-    return metrics
-
-
-class Evaluation(NamedTuple):
-    statistics: dict  # {name: (mean, standard error)}
-    samples: list  # one for each of the first --eval-samples prompts
-
-
-@run.exit_on_error("evaluation", ValueError)
-def evaluate(args, policy, sampler, grader, held_out: list[tuple]) -> Evaluation:
-    """Of the policy's samples for held-out problems; eval/accuracy is pass@1, errors are over problems."""
-    problems = [group[0] for group in held_out[: args.eval_samples]]
-    if not problems:
-        return Evaluation({}, [])
-    count = args.eval_samples_per_problem
-    by_problem, _ = sampler.sample(policy, problems, count, (args.seed, 0))
-    groups, values, _ = score(grader, by_problem)
-    statistics = utils.sample_statistics([sample for group in groups for sample in group])
-    values["finished"] = statistics["finished"]
-    values["length"] = statistics["length"]
-    by_problem = {f"eval/{name}": value.view(-1, count).mean(1) for name, value in values.items()}
-    return Evaluation(utils.means(by_problem), [group[0] for group in groups])
-
-
-# === Training ===
-def clipping_metrics(args, log_ratio):
-    """For each token: whether it is beyond a bound, and |log-ratio|, (B, T)."""
+# === Metrics ===
+def sample_metrics(examples, rewards):
+    """Returns the metrics of a step's samples. rewards: (groups, G)."""
     return {
-        "humanline/clipped_low": (log_ratio < args.log_epsilon_P).double(),
-        "humanline/clipped_high": (log_ratio > args.log_epsilon_R).double(),
-        "humanline/log_ratio_abs_mean": log_ratio.abs(),
+        "grpo/zero_advantage_groups": (rewards.amax(1) == rewards.amin(1)).double().mean().item(),
+        "rewards/mean": rewards.mean().item(),
+        "rewards/accuracy": sum(example.correct for example in examples) / len(examples),
     }
 
 
 def grpo_metrics(losses, ratio, k3, removed):
-    """For each token, (B, T)."""
+    """Returns the metrics of each token, (B, T) each."""
     return {
         "loss": losses,
         "grpo/ratio_mean": ratio,
@@ -583,147 +763,15 @@ def grpo_metrics(losses, ratio, k3, removed):
     }
 
 
-@run.exit_on_error("reading or writing", OSError)
-def main(args: Args):
-    run.check_flags(args, args.prompts_per_step * args.group_size)
-    rank, world, device = setup(args)
-    frozen_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32  # reference, engine, judge
-
-    # data
-    with run.exit_on_error(f"--model {args.model}"):
-        tokenizer, eos_ids = utils.load_tokenizer(
-            args.model, args.chat_template, args.eos_token, args.trust_remote_code
-        )
-    groups = load_groups(args, tokenizer, eos_ids, args.dataset, args.dataset_split)
-    held_out = []
-    if args.eval_dataset:
-        held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
-    grader = start_grader()
-    groups = keep_gradable(grader, args.dataset, groups)
-    if held_out:
-        held_out = keep_gradable(grader, args.eval_dataset, held_out)
-    groups_per_step = args.prompts_per_step
-    if len(groups) < groups_per_step:
-        run.fail(f"--dataset {args.dataset}: {len(groups)} rows do not fill a batch of {groups_per_step}")
-
-    # models
-    with run.exit_on_error(f"--model {args.model}"):
-        policy, reference = load_models(args, frozen_dtype, device)
-        sampler = make_sampler(args, tokenizer, eos_ids, frozen_dtype, device)
-    # Fused, since CUDA's default (foreach) needs a copy of one of Adam's moments. Rate, ε and decay are set
-    # before every step.
-    optimizer = torch.optim.AdamW(policy.parameters(), fused=device.type == "cuda")
-    lr_factor = run.lr_schedule(args, optimizer)  # of a step, from 1: its share of --lr
-
-    # run
-    output_dir = run.open_folder(args, __file__)
-    checkpoint = run.newest_checkpoint(output_dir)
-    before = evaluate(args, policy, sampler, grader, held_out)  # of the initial policy, also on resume
-    progress = run.load_checkpoint(checkpoint, policy, reference, optimizer, run.hash_data(groups))
-    if any(len(group) != args.group_size for group in progress.pool):
-        run.fail("--group-size: groups of another size wait for a step; keep it")
-    run.save_args(args, output_dir, __file__)
-    log = run.Log(output_dir, progress.step, before)
-    signals = run.Signals()  # one ends the run after the step, with a checkpoint
-
-    steps = range(progress.step, args.num_steps)
-    bar = tqdm(steps, initial=progress.step, total=args.num_steps, disable=rank != 0)
-    for step in bar:
-        started = time.perf_counter()
-        metrics = {"step": step}
-
-        # the batch: groups of the round's samples
-        if len(progress.pool) < groups_per_step:
-            metrics |= sample_problems(args, sampler, grader, policy, groups, progress)
-            progress.last_round = step
-            if not args.humanline or args.sync == "none":
-                sync_reference(reference, policy)  # the policy at sampling time
-                progress.last_sync = step
-        batch = progress.pool[:groups_per_step]
-        progress.pool = progress.pool[groups_per_step:]
-        metrics["rollout/age_steps"] = step - progress.last_round
-
-        examples = [example for group in batch for example in group]
-        rewards = torch.tensor([example.reward for example in examples], dtype=torch.float64, device=device)
-        rewards = rewards.view(groups_per_step, args.group_size)
-        advantages = group_advantages(rewards).flatten()  # (B of the step,)
-        # Nothing was updated since the last sync, so both models have the same log-probs.
-        in_sync = progress.last_sync == step
-
-        # the gradient of the mean loss over the completion tokens of all ranks and passes
-        completion_tokens = sum(len(example.completion_ids) for example in examples)
-        lengths = [example.length for example in examples]
-        # this rank's passes; every rank has as many
-        micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
-        means = run.Means()
-        for number, indices in enumerate(micro_batches, 1):
-            # Gradients are summed over ranks in every pass, so that only shards stay. On a CPU in the last:
-            # fp32 shards would round, and a toy in fp64 is to have the same digits on any number of ranks.
-            policy.set_requires_gradient_sync(device.type == "cuda" or number == len(micro_batches))
-            policy.set_requires_all_reduce(number == len(micro_batches))  # over the copies of HSDP
-            input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
-
-            if not in_sync:  # first, since the policy's pass keeps its activations
-                with torch.no_grad():
-                    ref_logps = utils.token_logps(reference, input_ids, mask, args.temperature)  # (B, T)
-            logps = utils.token_logps(policy, input_ids, mask, args.temperature)  # (B, T)
-            if in_sync:
-                ref_logps = logps.detach()
-            log_ratio = logps - ref_logps  # (B, T)
-            clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
-            A = advantages[indices].to(logps.dtype)  # (B,)
-            token_values = grpo_loss(clipped_log_ratio, log_ratio, A, args.beta, args.epsilon)
-            losses, ratio, k3, removed = token_values  # (B, T) each
-            ((losses * mask).sum() / completion_tokens).backward()
-
-            means.add(grpo_metrics(losses, ratio, k3, removed), mask)
-            means.add(clipping_metrics(args, log_ratio), mask)
-        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-        metrics["grad_norm"] = norm.full_tensor().item()  # before clipping, of all shards
-        metrics |= means.over_ranks()
-        metrics["rewards/mean"] = rewards.mean().item()
-        correct = rewards >= WEIGHTS["accuracy"]  # format and tag count are 2 at most
-        metrics["rewards/accuracy"] = correct.double().mean().item()
-        all_equal = rewards.amax(1) == rewards.amin(1)
-        metrics["grpo/zero_advantage_groups"] = all_equal.double().mean().item()
-        if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
-            run.fail(f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; lower --lr")
-
-        # the update, before it the sync, at steps 0, k, 2k: offline a loss sees a reference 1 to k behind
-        metrics["humanline/steps_since_sync"] = step - progress.last_sync
-        if args.humanline and args.sync == "before_step" and step % args.k == 0:
-            sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
-            progress.last_sync = step
-        metrics["lr"] = args.lr * lr_factor(step + 1)
-        for param_group in optimizer.param_groups:  # a checkpoint has other ones, but flags win
-            param_group.update(lr=metrics["lr"], eps=args.adam_eps, weight_decay=args.weight_decay)
-        optimizer.step()
-        optimizer.zero_grad()
-        if args.humanline and args.sync == "after_step" and (step + 1) % args.k == 0:
-            sync_reference(reference, policy)  # trust-region syncing (Figure 10)
-            progress.last_sync = step + 1
-        progress.step = step + 1
-
-        # metrics and checkpoint
-        metrics |= run.perf_metrics(started, sum(lengths))
-        if args.eval_every and progress.step % args.eval_every == 0:
-            metrics |= run.evaluation_means(evaluate(args, policy, sampler, grader, held_out))
-        bar.set_postfix(loss=metrics["loss"], accuracy=metrics["rewards/accuracy"], refresh=False)
-        log.write(metrics)
-        stopped_by = signals.of_any_rank()
-        if stopped_by or run.checkpoint_is_due(args, progress.step):
-            run.save_checkpoint(args, output_dir, policy, reference, optimizer, progress)
-        if stopped_by:
-            run.stop(stopped_by, progress.step, output_dir)
-
-    after = evaluate(args, policy, sampler, grader, held_out)
-    run.export(output_dir / "final", policy, tokenizer, eos_ids)
-    run.report(log, before, after)
-    grader.stop()
-    grader.join()
-    dist.barrier()
-    dist.destroy_process_group()
+def clipping_metrics(args, log_ratio):
+    """Returns for each token whether it is beyond a bound, also if nothing is clipped, and |log-ratio|."""
+    return {
+        "humanline/clipped_low": (log_ratio < args.log_epsilon_P).double(),
+        "humanline/clipped_high": (log_ratio > args.log_epsilon_R).double(),
+        "humanline/log_ratio_abs_mean": log_ratio.abs(),
+    }
 
 
 if __name__ == "__main__":
-    main(run.parse_args(Args, __file__, __doc__, TOY, {}))
+    with run.exit_on_input_error():
+        main(run.parse_args(Args, __file__, __doc__, toy=TOY, toy_online={}, paper=PAPER))

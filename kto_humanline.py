@@ -1,41 +1,42 @@
 """Humanline KTO: alignment from good and bad completions, against a reference that follows the policy.
 
-"Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207), equation 7. Two lines make KTO humanline:
-`grep -n "# humanline [cs]" kto_humanline.py`; the reference point z_0 is clipped like the loss.
+Implements equation 7 of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207). Two lines turn
+KTO into humanline KTO: the clamp in `clip_log_ratio`, and the sync before `optimizer.step()` in `main`. The
+reference point z_0 uses the clipped log-ratios too.
 
     python kto_humanline.py  # one process, the embedded toy, a minute
     torchrun --nproc-per-node 4 kto_humanline.py --model ... --dataset ...
 
-Differs from the paper in (docs/kto.md):
-    - There is one reference point z_0 for each optimizer step, not for each microbatch.
-    - z_0 takes a completion of another prompt, on pairs the same half; the authors' code, the next example.
-    - z_0 is the mean over all of these; the paper's listing leaves out those of exactly 0.
-    - The gradient norm is one norm over all ranks; in the authors' code each has its own (docs/dpo.md, 8).
-    - Completion masks say which tokens count; the paper's listing counts log-ratios that are not exactly 0.
+To change the method, edit `kto_loss`; evaluation uses it too. To read other data, edit `encode_row`.
 
-B sequences, T tokens. Log-probs are in nats. A mask is 1 at completion tokens, else 0. An Example is a prompt
-with one completion, a group the examples of one prompt: one, or (desirable, undesirable).
+Main differences from the authors' code (docs/kto.md; docs/dpo.md, section 8):
+    - There is one z_0 for each optimizer step. In the authors' code there is one for each micro-batch.
+    - For z_0, the prompt of each example is joined with a completion of another prompt. A chosen example of a
+      pair takes a chosen completion, a rejected example a rejected one. The authors' code takes the
+      completion of the next example, whatever its prompt and label.
+    - The two examples of a pair stay in one step. The authors' code shuffles all examples.
+    - z_0 averages all mismatched sequences. The authors' code skips those whose sum is exactly 0.
+    - Gradients are clipped by their global norm. In the authors' code each rank uses the norm of its shards.
+
+Notation: B sequences of T tokens; log-probs in nats; a mask is 1 at completion tokens and 0 elsewhere. An
+Example is a prompt with at most one completion. A group is a tuple of Examples of one prompt that stay in one
+step: here one labelled Example, a pair (desirable, undesirable), or (prompt,) in data for online training.
 """
 
-import gzip
-import json
-import math
-import os
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-import pyarrow.parquet
 import torch
 import torch.distributed as dist
-import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
 
 import run
 import utils
@@ -46,73 +47,85 @@ import utils
 class Args:
     # algorithm
     beta: float = 0.25  # KTO's β (paper: 0.25)
-    lambda_D: float = 1.1  # weight of desirable examples (Table 3)
-    lambda_U: float = 1.0  # weight of undesirable examples (Table 3)
+    lambda_D: float = 1.1  # λ_D, weight of desirable examples (Table 3)
+    lambda_U: float = 1.0  # λ_U, weight of undesirable examples (Table 3)
     # humanline
-    humanline: bool = True  # --no-humanline: no clipping, no syncing but at the start of a round
-    k: int = 1  # optimizer steps between syncs of the reference (paper: 1)
-    log_epsilon_P: float = -1.5  # bounds of a token's log π_θ/π_ref, nats (Tables 1, 2)
-    log_epsilon_R: float = 1.5
-    clip: bool = True  # --no-clip: syncing alone
-    sync: Literal["before_step", "after_step", "none"] = "before_step"  # after_step: Figure 10
+    humanline: bool = True  # --no-humanline: no clipping, and syncs only when an online round starts
+    # Optimizer steps between syncs of the reference (paper: 1); 0: syncs only when an online round starts.
+    k: int = 1
+    log_epsilon_P: float = -1.5  # lower bound of a token's log π_θ/π_ref, in nats (Table 1); -inf: none
+    log_epsilon_R: float = 1.5  # upper bound of a token's log π_θ/π_ref, in nats (Table 1); inf: none
     # optimization
-    num_steps: int = 312  # optimizer steps (paper: 312, 20K examples once)
-    batch_size: int = 64  # examples per step, over all ranks; a pair is two (Table 1)
-    micro_batch_tokens: int = 8192  # most tokens in a forward pass of a rank; 0: any
-    lr: float = 5e-6  # AdamW's learning rate (paper: 5e-6, online 2.5e-6)
-    warmup_fraction: float = 0.1  # share of the steps (Tables 1, 2)
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after warmup (paper: constant)
-    weight_decay: float = 1e-2  # of AdamW (Table 1)
-    adam_eps: float = 1e-5  # AdamW's ε (paper: 1e-5)
-    max_grad_norm: float = 4.0  # global gradient norm (paper: 4, online 0.1; --no-humanline 1, 0.5)
+    num_steps: int = 312  # optimizer steps: 20K examples in batches of 64 (Table 1)
+    batch_size: int = 64  # examples per optimizer step, over all ranks (Table 1); a pair is two
+    micro_batch_tokens: int = 8192  # maximum tokens per micro-batch and rank; 0: unlimited
+    lr: float = 5e-6  # AdamW's learning rate after warmup (--model: see PAPER; toy: see TOY)
+    warmup_fraction: float = 0.1  # fraction of the steps with linear warmup (Table 1)
+    weight_decay: float = 1e-2  # AdamW's weight decay (Table 1)
+    adam_eps: float = 1e-5  # AdamW's ε (Table 1)
+    max_grad_norm: float = 1.0  # maximum global gradient norm (--model: see PAPER; toy: see TOY)
     # data
-    dataset: str = ""  # examples or pairs: file or Hub name; formats in docs/kto.md
-    dataset_split: str = "train"  # Hub split, such as train[:10000]
-    eval_dataset: str = ""  # held out, in the same formats; empty: none
-    eval_split: str = "test"  # Hub split
-    max_prompt_length: int = 625  # tokens; rows with a longer prompt are dropped (from the authors' code)
-    max_length: int = 1250  # tokens; what is cut here has no end of turn (from the authors' code)
+    dataset: str = ""  # examples, pairs or prompts (--online): a file or a Hub name (formats: docs/kto.md)
+    dataset_split: str = "train"  # split of a Hub data set, for example train[:10000]
+    eval_dataset: str = ""  # held-out data in the same formats; empty: no evaluation
+    eval_split: str = "test"  # split of a Hub data set
+    max_prompt_length: int = 625  # maximum prompt tokens (625: authors' code); longer prompts are skipped
+    # Maximum prompt + completion tokens (1250: authors' code); truncated completions get no EOS token.
+    max_length: int = 1250
     # model
     model: str = ""  # folder or Hub name; empty: the toy and its settings
-    chat_template: str = ""  # Jinja file
-    eos_token: str = ""  # that ends a turn; empty: the tokenizer's
-    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bf16, CPU fp32, toy fp64
-    gradient_checkpointing: bool = False  # less memory, more time
-    compile: bool = False  # of every block, by torch.compile: a minute at first, then faster on a GPU
-    shard_size: int = 0  # ranks that share a copy (HSDP), such as those of a machine; 0: all
-    trust_remote_code: bool = False  # run a model's own Python code
+    chat_template: str = ""  # Jinja file; empty: the tokenizer's template
+    eos_token: str = ""  # token that ends a turn; empty: the tokenizer's EOS token
+    # Dtype of forward and backward; auto: bfloat16 on CUDA, float32 on the CPU. The toy uses float64.
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
+    gradient_checkpointing: bool = False  # recompute activations in backward: less memory, more time
+    compile: bool = False  # torch.compile the decoder blocks: a minute at first, then faster on a GPU
+    shard_size: int = 0  # ranks per model replica (HSDP), for example one node's GPUs; 0: all ranks
+    trust_remote_code: bool = False  # run Python code that comes with a model
     # online
-    online: bool = False  # rounds of samples (Algorithm 1)
-    reward_model: str = ""  # classifier with one output
+    online: bool = False  # train on samples of the policy, drawn in rounds (Algorithm 1)
+    # Classifier with one output, a folder or a Hub name; empty: no rewards. --online requires it, and
+    # evaluation uses it too.
+    reward_model: str = ""
     round_prompts: int = 1024  # prompts per round (Table 1)
-    samples_per_prompt: int = 8  # best and worst make a pair (Table 1)
-    reward_threshold: float = 0.01  # τ, least difference in a pair (Table 1)
+    samples_per_prompt: int = 8  # samples per prompt, of which the best and the worst form a pair (Table 1)
+    reward_threshold: float = 0.01  # τ: minimum difference of a pair's rewards (Table 1)
     # sampling
-    max_new_tokens: int = 2048  # tokens (paper: 2048); training reads those up to --max-length
-    temperature: float = 0.7  # of sampling (Table 1); log-probs in training are at 1
-    top_p: float = 0.95  # nucleus sampling (Table 1)
-    engine: Literal["auto", "vllm", "hf"] = "auto"  # auto: vLLM where installed
-    vllm_memory: float = 0.3  # share of a GPU's memory
-    vllm_tensor_parallel: int = 1  # GPUs that share an engine
-    generation_batch_size: int = 32  # sequences, for hf
+    max_new_tokens: int = 2048  # maximum sampled tokens (paper: 2048); training truncates to --max-length
+    temperature: float = 0.7  # sampling temperature (Table 1); log-probs in training use 1
+    top_p: float = 0.95  # nucleus sampling threshold (Table 1)
+    engine: Literal["auto", "vllm", "hf"] = "auto"  # hf: transformers; auto: vLLM if installed, else hf
+    vllm_memory: float = 0.3  # fraction of a GPU's memory that vLLM may use
+    vllm_tensor_parallel: int = 1  # GPUs per vLLM engine
+    generation_batch_size: int = 32  # prompts per batch of the hf engine
     # run
-    seed: int = 1  # of data order and sampling
-    output_dir: str = ""  # default runs/<script>__<seed>__<time>
-    resume: str = ""  # folder of a run; flags beside it win
-    checkpoint_every: int = 100  # steps; 0: never
-    keep_checkpoints: int = 2  # the newest stay; 0: all
-    eval_every: int = 0  # steps; 0: only before and after training
-    eval_samples: int = 256  # held-out prompts; 0: none
+    seed: int = 1  # seed of data order and sampling
+    output_dir: str = ""  # run folder; empty: runs/<script>__<seed>__<time>
+    resume: str = ""  # run folder to resume; flags given with it override the run's settings
+    checkpoint_every: int = 100  # steps between checkpoints; 0: a checkpoint only after a signal
+    keep_checkpoints: int = 2  # number of checkpoints that stay, the newest; 0: all
+    eval_every: int = 0  # steps between evaluations; 0: only before and after training
+    eval_samples: int = 256  # held-out rows whose prompts are sampled, from the first on; 0: none
 
 
-# What the toy needs instead.
+# Settings of the paper's four variants (Table 3), by (online, humanline). With --model they replace the
+# defaults above.
+PAPER = {
+    (False, False): dict(lr=5e-6, max_grad_norm=1.0),
+    (False, True): dict(lr=5e-6, max_grad_norm=4.0),
+    (True, False): dict(lr=2.5e-6, max_grad_norm=0.5),
+    (True, True): dict(lr=2.5e-6, max_grad_norm=0.1),
+}
 FOLDER = Path(__file__).resolve().parent / "toy" / "tales"
+# Settings of the toy, which replace the defaults above. They were chosen for a tiny model and completions of
+# about 20 tokens. The sum of so few log-ratios is small, so β is ten times the paper's. With k = 16 KTO
+# reached its target sooner and fell again (paper/studies.md).
 TOY = dict(
     model=f"{FOLDER}/policy",
     reward_model=f"{FOLDER}/reward_model",
     dataset=f"{FOLDER}/preferences_train.jsonl.gz",
     eval_dataset=f"{FOLDER}/preferences_test.jsonl.gz",
-    dtype="float64",  # so that any number of ranks and passes gives the same digits
+    dtype="float64",  # results agree to 1e-5 for any number of ranks and micro-batches
     num_steps=320,
     lr=3e-4,
     max_grad_norm=1.0,
@@ -121,236 +134,381 @@ TOY = dict(
     max_new_tokens=64,
     generation_batch_size=256,
 )
+# With the lr of TOY, four of five online runs collapsed (docs/kto.md).
 TOY_ONLINE = dict(dataset=f"{FOLDER}/prompts_train.jsonl.gz", lr=1e-4)
 
 
 # === Loss ===
 def kto_loss(log_ratio, mask, desirable, z_0: float, beta: float, lambda_D: float, lambda_U: float):
-    """Equation 7 on (humanline-clipped) token log-ratios: λ_y · (1 - σ(β·±(r - z_0))) with r = Σ_t log_ratio.
+    """Computes equation 7, λ (1 - σ(margin)), with the margin β (r - z_0) or, if undesirable, β (z_0 - r).
 
     Args:
-        log_ratio: (B, T) log π_θ/π_ref in nats.
+        log_ratio: (B, T) token log π_θ/π_ref in nats, after humanline clipping; r is its sum over t.
         mask: (B, T), 1 at completion tokens.
         desirable: (B,) bool.
-        z_0: reference point in nats.
+        z_0: the reference point in nats.
 
     Returns:
-        λ_y - v(x, y) of each example (B,), and the rewards β·r (B,), detached.
+        The losses of the examples, the rewards β r and the margins, (B,) each. All but the losses are
+        detached.
     """
     r = (log_ratio * mask).sum(-1)  # (B,)
-    gain = torch.where(desirable, r - z_0, z_0 - r)
-    weight = torch.where(desirable, r.new_tensor(lambda_D), r.new_tensor(lambda_U))
-    return weight * (1 - torch.sigmoid(beta * gain)), beta * r.detach()
+    margins = beta * torch.where(desirable, r - z_0, z_0 - r)  # (B,)
+    losses = 1 - torch.sigmoid(margins)  # (B,)
+    losses = torch.where(desirable, lambda_D * losses, lambda_U * losses)
+    return losses, beta * r.detach(), margins.detach()
 
 
 def clip_log_ratio(args, log_ratio):
-    """log π_θ/π_ref for the loss (GRPO: for its ratio), (B, T): beyond a bound the bound, no gradient."""
-    if not args.humanline or not args.clip:
+    """Clamps token log-ratios to the humanline bounds. Beyond a bound, the result has no gradient."""
+    if not args.humanline:
         return log_ratio
     return log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)  # humanline clipping (§5.1, Figure 4)
 
 
 @torch.no_grad()
 def sync_reference(reference, policy):
-    """π_ref ← π_θ. Both are sharded alike, so every rank copies its own shards, without communication."""
-    targets = [parameter.to_local() for parameter in reference.parameters()]
-    sources = [parameter.to_local() for parameter in policy.parameters()]
-    torch._foreach_copy_(targets, sources)
+    """Copies the policy's weights into the reference: π_ref ← π_θ.
 
-
-@torch.no_grad()
-def reference_point(args, policy, reference, mismatched: list[utils.Example]) -> float:
-    """z_0 = max(0, mean of Σ_t log_ratio over mismatched pairs) of the global batch, in nats.
-
-    Its log-ratios are clipped as in the loss.
+    Both models are sharded in the same way, so every rank copies its own shards without communication. A
+    reference that is stored in bf16 gets rounded weights, which are those that the policy computes with.
     """
-    rank = dist.get_rank()
-    world = dist.get_world_size()
-    total = torch.zeros((), dtype=torch.float64, device=policy.device)
-    lengths = [example.length for example in mismatched]
-    micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
-    for indices in micro_batches[rank::world]:  # none is empty: a batch is a multiple of the ranks
-        examples = [mismatched[i] for i in indices]
-        input_ids, mask = utils.pad_batch(examples, policy.device)  # (B, T)
-        logps = utils.token_logps(policy, input_ids, mask)  # (B, T)
-        log_ratio = logps - utils.token_logps(reference, input_ids, mask)
-        total += (clip_log_ratio(args, log_ratio) * mask).sum()
-    dist.all_reduce(total)
-    return max(total.item() / len(mismatched), 0.0)  # in this order nan stays nan
+    for target, source in zip(reference.parameters(), policy.parameters(), strict=True):
+        target.to_local().copy_(source.to_local())
+
+
+def reference_point(args, policy, reference, mismatched: list[utils.Example]) -> float:
+    """Computes the reference point of the global batch, in nats.
+
+    z_0 = max(0, mean over the mismatched sequences of Σ_t log_ratio), with log-ratios clipped as in the loss
+    and without gradient.
+    """
+    logps, mask = utils.completion_logps(policy, mismatched, args.micro_batch_tokens)  # (B, T) each
+    ref_logps, _ = utils.completion_logps(reference, mismatched, args.micro_batch_tokens)  # (B, T)
+    log_ratio = clip_log_ratio(args, logps - ref_logps)  # (B, T)
+    mean = (log_ratio * mask).sum() / len(mismatched)
+    return mean.clamp(min=0).item()
+
+
+def mismatch(batch: list[tuple], max_length: int) -> list[utils.Example]:
+    """Joins each prompt with a completion of the next group that has another prompt, as z_0 requires.
+
+    In pairs, an example takes the completion of its own kind: the pairs (x1: a, b), (x2: c, d) become x1: c,
+    x1: d, x2: a, x2: b. The new sequences are truncated like all others.
+    """
+    mismatched = []
+    for i, group in enumerate(batch):
+        following = batch[i + 1 :] + batch[:i]
+        others = [other for other in following if other[0].prompt_ids != group[0].prompt_ids]
+        if not others:
+            raise run.InputError("the batch has one prompt, but z_0 needs two: raise --batch-size")
+        for example, other in zip(group, others[0]):
+            mixed = example._replace(completion_ids=other.completion_ids)
+            mismatched.append(mixed.truncate(max_length))
+    return mismatched
+
+
+# === Training ===
+def main(args: Args):
+    rank, world, device = run.setup(args, args.batch_size)  # also replaces --dtype auto in args
+
+    # The data is read before the models, so that errors in it appear within seconds.
+    tokenizer, eos_ids = utils.load_tokenizer(args)
+    groups, held_out, group_size = load_data(args, tokenizer, eos_ids)
+    groups_per_step = args.batch_size // group_size
+    data_hash = run.hash_data(groups, held_out)  # ends the run if ranks have read different data
+    longest = utils.longest_sequence(args, groups + held_out)  # tokens, in training and sampling
+    policy, reference = load_models(args, device, longest)
+    # For online rounds and for evaluation. It loads the reward model now, and its engine with the first
+    # samples.
+    sampler = utils.Sampler(args, tokenizer, eos_ids, device, longest)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        lr=args.lr,
+        eps=args.adam_eps,
+        weight_decay=args.weight_decay,
+        fused=device.type == "cuda",  # the default, foreach, allocates a copy of one of Adam's moments
+    )
+    warmup_steps = max(1, round(args.warmup_fraction * args.num_steps))
+
+    output_dir = run.open_folder(args, __file__)
+    # A resumed run evaluates the initial policy again: it is the baseline of every later evaluation.
+    before = evaluate(args, policy, sampler, held_out)
+    # A new run has no checkpoint and starts at step 0.
+    progress = run.load_checkpoint(output_dir, policy, reference, optimizer, data_hash)
+    run.save_args(args, output_dir, __file__)  # after the load, so that a failed resume changes nothing
+    log = run.Log(args, output_dir, progress.step, before)
+    signals = run.Signals()  # in the loop, SIGINT and SIGTERM end the run after the current step
+
+    for step in range(progress.step, args.num_steps):
+        metrics = {"step": step}
+        if step > 0 and args.eval_every and step % args.eval_every == 0:
+            metrics |= run.evaluation_means(evaluate(args, policy, sampler, held_out, before))
+        started = time.perf_counter()
+
+        # The global batch, the same on all ranks: groups of the data set or, online, pairs of samples.
+        if not args.online:
+            batch = draw_batch(groups, step, groups_per_step, args.seed)
+        else:
+            # A round usually gives several batches. The groups that this step does not use wait in the pool.
+            while len(progress.pool) < groups_per_step:
+                progress.round += 1
+                sync_reference(reference, policy)  # Algorithm 1, line 3: with and without humanline
+                new_groups, round_metrics = sample_round(args, sampler, policy, groups, progress.round)
+                progress.pool += new_groups
+                metrics |= round_metrics  # of the newest round
+            batch = progress.pool[:groups_per_step]
+            progress.pool = progress.pool[groups_per_step:]
+        examples = [example for group in batch for example in group]
+
+        # The reference point, for the global batch
+        mismatched = mismatch(batch, args.max_length)
+        z_0 = reference_point(args, policy, reference, mismatched)  # nats
+        metrics["kto/z_0"] = z_0
+
+        # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
+        # micro-batches. It also sums the gradients over ranks.
+        lengths = [example.length for example in examples]
+        micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
+        means = run.Means()
+        for indices in micro_batches[rank::world]:
+            micro_batch = [examples[i] for i in indices]
+            input_ids, mask = utils.pad_batch(micro_batch, device)  # (B, T)
+            desirable = torch.tensor([example.desirable for example in micro_batch], device=device)  # (B,)
+
+            with torch.no_grad():  # first, because the policy's activations stay in memory until backward
+                ref_logps = utils.token_logps(reference, input_ids, mask)  # (B, T)
+            logps = utils.token_logps(policy, input_ids, mask)  # (B, T)
+            log_ratio = logps - ref_logps  # (B, T)
+            clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
+            losses, rewards, margins = kto_loss(  # (B,) each
+                clipped_log_ratio, mask, desirable, z_0, args.beta, args.lambda_D, args.lambda_U
+            )
+            (losses.sum() / args.batch_size).backward()  # summed over ranks: the mean over the global batch
+
+            means.add({"loss": losses, "rewards/accuracies": utils.above(margins, 0)})
+            sums = (logps * mask).sum(-1)  # (B,): log-probs of the completions
+            # As in TRL, "chosen" means desirable and "rejected" means undesirable.
+            means.add({"rewards/chosen": rewards, "logps/chosen": sums}, desirable)
+            means.add({"rewards/rejected": rewards, "logps/rejected": sums}, ~desirable)
+            means.add(clipping_metrics(args, log_ratio), mask)
+        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+        metrics["grad_norm"] = grad_norm.full_tensor().item()  # global norm before clipping
+        metrics |= means.reduce()
+        run.check_finite(metrics)
+
+        # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
+        # takes the weights that produced this gradient, and the update then moves the policy away from them.
+        # A sync after the update would make both models equal. With k = 1 every log-ratio would then be 0,
+        # and no token would be clipped.
+        if args.humanline and args.k > 0 and step % args.k == 0:
+            sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
+
+        # The update. The learning rate rises linearly (warmup: Table 1) and then stays constant.
+        metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = metrics["lr"]
+        optimizer.step()
+        optimizer.zero_grad()
+
+        progress.step = step + 1
+        log.write(metrics | run.perf_metrics(started, sum(lengths)))
+        signal_number = signals.received_by_any_rank()
+        if signal_number or run.checkpoint_is_due(args, progress.step):
+            run.save_checkpoint(args, output_dir, policy, reference, optimizer, progress)
+        if signal_number:
+            run.exit_after_signal(signal_number, output_dir, progress.step)
+
+    after = evaluate(args, policy, sampler, held_out, before)
+    run.export(output_dir / "final", policy, tokenizer, eos_ids)
+    log.report(before, after)
+    dist.barrier()  # all ranks wait until rank 0 has written everything
+    dist.destroy_process_group()
 
 
 # === Data ===
-def load_rows(name: str, split: str):
-    """Yields (line number, row) of a .jsonl, .jsonl.gz or .parquet file, or of a Hub data set."""
-    if name.endswith((".jsonl", ".jsonl.gz")):
-        open_file = gzip.open if name.endswith(".gz") else open
-        with open_file(name, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                with run.exit_on_error(f"{name}, line {number}"):  # the caller's has no number for it
-                    row = json.loads(line)
-                yield number, row
-    elif name.endswith(".parquet"):
-        yield from enumerate(pyarrow.parquet.read_table(name).to_pylist(), 1)
-    else:
-        import datasets  # here, since it takes a second
+def load_data(args, tokenizer, eos_ids) -> tuple[list, list, int]:
+    """Reads --dataset and --eval-dataset.
 
-        yield from enumerate(datasets.load_dataset(name, split=split), 1)
-
-
-def encode_row(args, tokenizer, eos_ids, row):
-    """The examples of a row: one with a label, a pair, or a prompt alone. Change it to read other columns.
-
-    Raises utils.CannotTrain if the row is to be left out, and another exception if it is malformed.
+    Returns:
+        The groups of both ([] without --eval-dataset), and the number of examples that a group adds to a
+        step: 1 for a labelled example, else 2. A pair stays in one step, as in DPO. Online, a prompt becomes
+        a pair.
     """
-    utils.check_columns(row)  # an error for text in other columns, such as "system" (utils.NOT_READ)
-    prompt, completions = read_pair(row)
-    rewards = [1.0, 0.0]
-    if "label" in row:
-        completions = [row["completion"]]
-        rewards = [float(row["label"])]  # 1 or true: desirable
-        if rewards[0] not in (0, 1):
-            raise ValueError("label must be true or false")
-    return encode_group(args, tokenizer, eos_ids, prompt, completions, rewards)
-
-
-def read_pair(row):
-    """Prompt, and [chosen, rejected], or [] where the row has neither. With messages Q and A:
-
-    {"prompt": "text", "chosen": "text", "rejected": "text"}
-    {"prompt": [Q], "chosen": [A], "rejected": [A]}
-    {"chosen": [Q, A], "rejected": [Q, A]}
-    {"prompt": "text of Q", "chosen": [Q, A], "rejected": [Q, A]}  # UltraFeedback
-    """
-    prompt = row.get("prompt", row.get("instruction"))
-    chosen = row.get("chosen")
-    rejected = row.get("rejected")
-    if isinstance(chosen, list):
-        *history, last_chosen = chosen
-        *rejected_history, last_rejected = rejected
-        if history != rejected_history:
-            raise ValueError("chosen and rejected must differ in their last message alone")
-        texts = [message["content"] for message in history]
-        if history and prompt not in (None, history, *texts):
-            raise ValueError("chosen and rejected do not begin with the prompt")
-        prompt = history or prompt
-        chosen, rejected = [last_chosen], [last_rejected]  # as in the second form
-    if prompt is None:
-        raise ValueError(f"no prompt in the columns {', '.join(row)}")
-    if chosen is None and rejected is None:
-        return prompt, []
-    if chosen == rejected:
-        raise utils.CannotTrain("chosen equals rejected")
-    return prompt, [chosen, rejected]
-
-
-def encode_group(args, tokenizer, eos_ids, prompt, completions, rewards):
-    """The examples of a prompt, one for each completion, or one without."""
-    prompt_ids, _ = utils.encode(tokenizer, eos_ids, prompt)
-    if not 0 < len(prompt_ids) <= min(args.max_prompt_length, args.max_length - 1):
-        raise utils.CannotTrain("prompt empty, or longer than --max-prompt-length or --max-length")
-    group = []
-    for completion, reward in zip(completions, rewards):
-        if isinstance(completion, list):
-            (message,) = completion
-            if message["role"] != "assistant":
-                raise ValueError("a completion must be one message of the assistant")
-            completion = message["content"]
-        if not completion.strip():
-            raise utils.CannotTrain("completion empty")
-        _, completion_ids = utils.encode(tokenizer, eos_ids, prompt, completion)
-        example = utils.Example(prompt, prompt_ids, completion_ids, float(reward))
-        group.append(example.cut(args.max_length))
-    return tuple(group) or (utils.Example(prompt, prompt_ids),)
+    groups = load_groups(args, tokenizer, eos_ids, args.dataset, args.dataset_split)
+    held_out = []
+    if args.eval_dataset:
+        held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
+    group_size = 2 if args.online else len(groups[0])
+    if not args.online and any(len(group) != group_size or not group[0].completion_ids for group in groups):
+        raise run.InputError(
+            f"--dataset {args.dataset}: rows must be all pairs or all labelled; prompts alone need --online"
+        )
+    if args.batch_size % group_size:
+        raise run.InputError(f"--batch-size {args.batch_size} is odd, but pairs are two examples each")
+    needed = args.batch_size // group_size
+    if not args.online and len(groups) < needed:
+        raise run.InputError(
+            f"--dataset {args.dataset}: {len(groups)} rows, but a step needs {needed} (--batch-size)"
+        )
+    return groups, held_out, group_size
 
 
 def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
-    """The groups of a data set. Prints which rows are left out, and where the first one's turns end."""
+    """Reads and tokenizes a data set. Returns the groups of its rows.
+
+    Prints how many rows were skipped and why, and the last tokens of the first prompt and its completion, if
+    it has one. They show whether the chat template and the EOS token are right.
+    """
     groups = []
-    left_out = defaultdict(list)  # {reason: line numbers}
-    with run.exit_on_error(name):
-        for number, row in load_rows(name, split):
-            with run.exit_on_error(f"{name}, line {number}"):
-                try:
-                    groups.append(encode_row(args, tokenizer, eos_ids, row))
-                except utils.CannotTrain as reason:
-                    left_out[str(reason)].append(number)
+    skipped = defaultdict(list)  # {reason: line numbers}
+    for number, row in run.read_rows(name, split):
+        try:
+            groups.append(encode_row(args, tokenizer, eos_ids, row))
+        except utils.SkipRow as reason:
+            skipped[str(reason)].append(number)
+        except Exception as error:  # an InputError, or a mistake in `encode_row`
+            error.add_note(f"{name}, line {number}")
+            raise
     counts = [f"{name}: {len(groups)} rows"]
-    for reason, numbers in left_out.items():
-        counts.append(f"{len(numbers)} left out, the first in line {numbers[0]}: {reason}")
+    for reason, numbers in skipped.items():
+        counts.append(f"{len(numbers)} skipped, the first in line {numbers[0]}: {reason}")
     summary = "; ".join(counts)
     if not groups:
-        run.fail(summary)
+        raise run.InputError(summary)
     first = groups[0][0]
-    prompt_end = tokenizer.decode(first.prompt_ids[-8:])
-    completion_end = tokenizer.decode(first.completion_ids[-8:])
-    run.say(f"{summary}; a prompt ends {prompt_end!r}, its completion {completion_end!r}")
+    summary += f"; a prompt ends with {tokenizer.decode(first.prompt_ids[-8:])!r}"
+    if first.completion_ids:
+        summary += f", its completion with {tokenizer.decode(first.completion_ids[-8:])!r}"
+    run.print_main(summary)
     return groups
 
 
+def encode_row(args, tokenizer, eos_ids, row):
+    """Returns a labelled Example, a pair, or the prompt alone, as a tuple. Edit it to read other columns.
+
+    Raises utils.SkipRow to skip the row, and run.InputError to end the run because the row is malformed.
+    """
+    utils.check_row(row)  # refuses rows with a column such as "system", which no script reads
+    if "label" in row:
+        utils.require_columns(row, "prompt", "completion")
+        if row["label"] not in (0, 1):  # false and true are 0 and 1
+            raise run.InputError("label must be true or false")
+        prompt = row["prompt"]
+        completions = [row["completion"]]
+        labels = [bool(row["label"])]
+    else:
+        prompt, completions = read_pair(row)
+        labels = [True, False] if completions else [None]
+    examples = encode_group(args, tokenizer, eos_ids, prompt, completions)
+    return tuple(example._replace(desirable=label) for example, label in zip(examples, labels))
+
+
+def read_pair(row):
+    """Reads the prompt, and [chosen, rejected] or, if the row has neither, [].
+
+    A row has one of these forms, where Q stands for one or more messages, of which the last is the user's,
+    and A and B are messages of the assistant:
+        1. {"prompt": "text", "chosen": "text", "rejected": "text"}
+        2. {"prompt": [Q], "chosen": [A], "rejected": [B]}
+        3. {"chosen": [Q, A], "rejected": [Q, B]}, with or without "prompt": [Q]
+        4. {"prompt": "text of a message of Q", "chosen": [Q, A], "rejected": [Q, B]} (UltraFeedback)
+    "instruction" is another name for "prompt".
+    """
+    prompt = row.get("prompt")
+    if prompt is None:
+        prompt = row.get("instruction")
+    chosen = row.get("chosen")
+    rejected = row.get("rejected")
+    if isinstance(chosen, list) and isinstance(rejected, list):  # forms 2 to 4
+        turns = utils.as_messages(chosen[:-1])  # the messages before the last one
+        if utils.as_messages(rejected[:-1]) != turns:
+            raise run.InputError("chosen and rejected must differ only in their last message")
+        if turns and prompt is not None:  # form 3 or 4
+            texts = [message["content"] for message in turns]
+            if prompt not in texts and utils.as_messages(prompt) != turns:
+                raise run.InputError("chosen and rejected do not begin with the prompt")
+        prompt = turns or prompt
+        chosen = chosen[-1:]  # now in form 2
+        rejected = rejected[-1:]
+    if prompt is None:
+        raise run.InputError(f"no prompt in the columns {', '.join(row)}")
+    if chosen is None and rejected is None:
+        return prompt, []
+    if chosen == rejected:
+        raise utils.SkipRow("chosen equals rejected")
+    return prompt, [chosen, rejected]
+
+
+def encode_group(args, tokenizer, eos_ids, prompt, completions):
+    """Returns one Example for each completion; if there are none, one Example with the prompt alone."""
+    prompt_ids, all_completion_ids = utils.encode(tokenizer, eos_ids, prompt, completions)
+    if not 0 < len(prompt_ids) <= min(args.max_prompt_length, args.max_length - 1):
+        raise utils.SkipRow("prompt empty, or longer than --max-prompt-length or --max-length")
+    if not completions:
+        return (utils.Example(prompt, prompt_ids),)
+    examples = [utils.Example(prompt, prompt_ids, ids) for ids in all_completion_ids]
+    return tuple(example.truncate(args.max_length) for example in examples)
+
+
 def draw_batch(groups, number: int, size: int, seed: int):
-    """Batch `number` (step or round) of endless, newly shuffled epochs. What fills no batch is skipped."""
+    """Returns batch `number` (a step or a round) of an endless sequence of shuffled epochs.
+
+    The order depends only on the seed and the epoch, so a run that is resumed with the same size needs no
+    state of the data loader. The last, incomplete batch of an epoch is dropped.
+    """
     batches_per_epoch = len(groups) // size
     epoch, batch = divmod(number, batches_per_epoch)
     order = np.random.default_rng((seed, epoch)).permutation(len(groups))
     return [groups[i] for i in order[batch * size : (batch + 1) * size]]
 
 
-def mismatch(examples: list[utils.Example], group_size: int):
-    """(x, y') for z_0: every prompt with the completion of the next example that has another prompt.
-
-    Two pairs (x1: a, b), (x2: c, d) give x1: c, x1: d, x2: a, x2: b. Returns [] if there is one prompt.
-    """
-    mismatched = []
-    for i, example in enumerate(examples):
-        for distance in range(group_size, len(examples), group_size):
-            other = examples[(i + distance) % len(examples)]
-            if other.prompt_ids != example.prompt_ids:
-                mismatched.append(example._replace(completion_ids=other.completion_ids))
-                break
-    return mismatched
-
-
 # === Models ===
-def setup(args):
-    """Starts the process group and resolves --dtype auto. Returns rank, world size and device.
+def load_models(args, device, longest: int):
+    """Loads the policy (stored in fp32) and the reference (stored in bf16 if --dtype is, else in fp32).
 
-    Ends the run if the ranks have other flags or another script.
+    Both compute in --dtype. A reference in bf16 loses nothing, because in bf16 the policy computes with
+    rounded weights, too.
+
+    longest: the maximum length of a sequence, in tokens.
     """
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        # Lengths vary, and memory would be in pieces. It is read when CUDA starts.
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-        torch.cuda.set_device(device)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for every new length of a sequence
-        backend = "cpu:gloo,cuda:nccl"
-    else:
-        device = torch.device("cpu")
-        backend = "gloo"
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(1)  # as torchrun does, so that numbers are the same without it
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:  # without torchrun there is no address to meet at
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    run.compare_programs(args, __file__)
-    transformers.utils.logging.disable_progress_bar()
-    if args.dtype == "auto":
-        args.dtype = "bfloat16" if device.type == "cuda" else "float32"
-    return dist.get_rank(), dist.get_world_size(), device
 
+    def load(dtype):
+        model = utils.load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
+        utils.check_positions(model.config, longest)
+        # Both models stay in eval mode, because dropout would make them differ at step 0.
+        return shard_model(args, model, device).eval()
 
-def decoder_blocks(model):
-    """The modules that transformers names as not to be split; `fully_shard` puts FSDP before the name."""
-    names = model._no_split_modules or ()
-    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+    # Loaded in the dtype of the files, weights are memory-mapped pages that all ranks of a machine share. The
+    # policy is cast to fp32 only after sharding, so no rank converts the complete policy. The reference is
+    # loaded in its storage dtype, because a later cast to bf16 would also round its buffers (RoPE's
+    # frequencies).
+    policy = load("auto").to(torch.float32)
+    reference = load(utils.storage_dtype(args)).requires_grad_(False)
+    for name, buffer in policy.named_buffers():
+        # Some buffers (Gemma's embed_scale) are rounded to the dtype in which the model was loaded. The
+        # policy takes the reference's, so that both use the same values.
+        buffer.copy_(reference.get_buffer(name))
+    if args.gradient_checkpointing:
+        for block in decoder_blocks(policy):
+            # Not transformers' own checkpointing, because it needs train mode, which would start dropout.
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    for name, model in (("policy", policy), ("reference", reference)):
+        # If sequences that are packed together attended to each other, log-probs would be wrong without any
+        # error. Therefore `choose_attention` compares packed log-probs with a plain forward pass.
+        attention = utils.choose_attention(model, longest)
+        run.print_main(f"attention of the {name}: {attention}")
+        if args.compile:
+            for block in decoder_blocks(model):
+                block.compile(dynamic=True)
+    return policy, reference
 
 
 def shard_model(args, model, device):
-    """Shards the model in place with FSDP2: decoder blocks, an untied embedding and head, the rest as root.
+    """Shards a model in place with FSDP2, which also moves it to the device.
 
-    With --shard-size (HSDP) so many ranks share a copy, and each set of so many has an equal one.
+    The units are the decoder blocks, an untied embedding and head, and the rest of the model.
+    With --shard-size N (HSDP) each group of N ranks holds one replica of the model, sharded over the group.
     """
     world = dist.get_world_size()
     shard_size = args.shard_size or world
@@ -361,163 +519,111 @@ def shard_model(args, model, device):
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     units = decoder_blocks(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embedding.weight is not head.weight:  # a tied weight belongs to both, and so to the root
+    if embedding.weight is not head.weight:  # a tied weight belongs to two modules, so the root must hold it
         units += [embedding, head]
     compute_dtype = getattr(torch, args.dtype)
-    # Gradients are summed over ranks in fp32 at least: bf16 would lose those of many ranks.
+    # Gradients are summed over ranks in fp32 or wider, because bf16 sums over many ranks lose small terms.
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype)
     for module in [*units, model]:
-        # By default the root stays gathered after a forward, for the backward pass. The reference has none:
-        # its next forward would read the gathered copy, and miss a sync in between.
+        # By default FSDP2 leaves the root gathered after forward, for use in backward. The reference never
+        # runs backward, so its next forward would still use the weights from before a sync.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
-        # The loss is divided by the global batch already, so gradients are sums over ranks, not means.
+        # FSDP must sum the gradients of the ranks, because the loss is already divided by the global batch.
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # by plain sums, which every backend has
+        # With a factor, FSDP2 would choose PREMUL_SUM, which gloo does not have. So a plain sum is forced.
+        module.set_force_sum_reduction_for_comms(True)
     return model
 
 
-def load_models(args, frozen_dtype: torch.dtype, device):
-    """Policy, stored in fp32, and reference, stored in `frozen_dtype`; both compute in --dtype."""
-    config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code)
-    longest = max(args.max_length, args.max_prompt_length + args.max_new_tokens)
-    utils.check_positions(config, longest, args.max_new_tokens)
-    config.dtype = None  # so that "auto" is the files' dtype
-
-    def load(dtype):
-        model = utils.load_pretrained(
-            AutoModelForCausalLM,
-            args.model,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=args.trust_remote_code,
-        )
-        run.compare_ranks("the checksum of --model's weights", utils.checksum(model))
-        return shard_model(args, model, device)
-
-    # Weights in the files' dtype are memory-mapped, in pages that all ranks share. The policy is cast to fp32
-    # after sharding, which moves a rank's shards to its device: no rank ever holds the whole model in fp32.
-    policy = load("auto").to(torch.float32).eval()  # dropout would part it from the reference
-    reference = load(frozen_dtype).eval().requires_grad_(False)
-    for name, buffer in policy.named_buffers():
-        # Gemma's embed_scale is rounded to the dtype of loading. Both models must have the same.
-        buffer.copy_(reference.get_buffer(name))
-    if args.gradient_checkpointing:
-        policy.gradient_checkpointing_enable({"use_reentrant": False})
-        for block in decoder_blocks(policy):
-            block.training = True  # not its children; in eval mode it would do nothing
-    for model in (policy, reference):
-        attention = utils.choose_attention(model, longest)
-        if args.compile:
-            for block in decoder_blocks(model):
-                block.compile(dynamic=True)
-    run.say(f"attention: {attention}")
-    return policy, reference
-
-
-def make_sampler(args, tokenizer, eos_ids, dtype, device):
-    return utils.Sampler(
-        model=args.model,
-        tokenizer=tokenizer,
-        eos_ids=eos_ids,
-        dtype=dtype,
-        device=device,
-        engine=args.engine,
-        max_length=args.max_prompt_length + args.max_new_tokens,
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        batch_size=args.generation_batch_size,
-        vllm_memory=args.vllm_memory,
-        vllm_tensor_parallel=args.vllm_tensor_parallel,
-        trust_remote_code=args.trust_remote_code,
-        reward_model=args.reward_model,
-    )
+def decoder_blocks(model):
+    """Returns the decoder layers, whose classes transformers lists in `_no_split_modules`."""
+    names = model._no_split_modules or ()
+    # `fully_shard` puts "FSDP" before the class names.
+    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
 
 
 # === Rounds and evaluation ===
+def sample_round(args, sampler, policy, groups: list[tuple], number: int):
+    """Samples the policy for the next prompts and makes pairs of the samples (Algorithm 1).
+
+    Args:
+        number: the round, counted from 1.
+
+    Returns:
+        The pairs of those prompts whose rewards differ enough, and metrics.
+    """
+    size = min(args.round_prompts, len(groups))
+    prompts = [group[0] for group in draw_batch(groups, number - 1, size, args.seed)]
+    samples, metrics = sampler.sample(policy, prompts, args.samples_per_prompt, (args.seed, number))
+    pairs = []
+    for prompt_samples in samples:
+        pair = best_and_worst(prompt_samples, args.reward_threshold)
+        if pair:
+            # The best sample is desirable, the worst undesirable (C.1.2). The rewards are those of the
+            # complete samples. Training truncates the samples.
+            best, worst = [sample.truncate(args.max_length) for sample in pair]
+            pairs.append((best._replace(desirable=True), worst._replace(desirable=False)))
+    if not pairs:
+        raise run.InputError(
+            f"round {number}: no prompt's rewards differ; raise --temperature or lower --reward-threshold"
+        )
+    metrics["rollout/round"] = number
+    metrics["rollout/filtered"] = 1 - len(pairs) / len(prompts)
+    return pairs, metrics
+
+
 def best_and_worst(samples: list[utils.Example], threshold: float):
-    """Algorithm 1: the completions with the most and the least reward; () if they differ by less than τ."""
-    best = max(samples, key=lambda x: x.reward)
-    worst = min(samples, key=lambda x: x.reward)
+    """Returns the samples with the highest and the lowest reward, or () if these are too close.
+
+    They are too close if they are equal, also with a τ of 0, or differ by less than τ.
+    """
+    best = max(samples, key=lambda sample: sample.reward)
+    worst = min(samples, key=lambda sample: sample.reward)
     difference = best.reward - worst.reward
     if difference == 0 or difference < threshold:
         return ()
     return best, worst
 
 
-def make_group(args, samples: list[utils.Example]):
-    """The best and the worst of one prompt's samples, the one desirable, the other not (C.1.2); or ()."""
-    pair = best_and_worst(samples, args.reward_threshold)
-    return tuple(sample._replace(reward=label) for sample, label in zip(pair, (1.0, 0.0)))
-
-
-def sample_round(args, sampler, policy, groups: list[tuple], number: int):
-    """Algorithm 1: round `number`, from 1, of the policy's samples for the next prompts.
-
-    Returns:
-        The groups of those prompts whose samples make one, and metrics.
-    """
-    size = min(args.round_prompts, len(groups))
-    prompts = [group[0] for group in draw_batch(groups, number - 1, size, args.seed)]
-    with run.exit_on_error(f"round {number}", ValueError):
-        samples, metrics = sampler.sample(policy, prompts, args.samples_per_prompt, (args.seed, number))
-    new_groups = []
-    for of_prompt in samples:
-        # They were rewarded as a whole, and are trained on up to --max-length.
-        group = make_group(args, [sample.cut(args.max_length) for sample in of_prompt])
-        if group:
-            new_groups.append(group)
-    if all(group[0].reward == group[-1].reward for group in new_groups):  # or if there is none
-        run.fail(f"round {number}: no prompt's rewards differ; raise --temperature, lower --reward-threshold")
-    metrics["rollout/round"] = number
-    metrics["rollout/filtered"] = 1 - len(new_groups) / len(prompts)
-    return new_groups, metrics
-
-
 class Evaluation(NamedTuple):
     statistics: dict  # {name: (mean, standard error)}
-    logps: torch.Tensor | None  # (B, T) nats: of the held-out completions
-    samples: list  # one for each of the first --eval-samples prompts
+    logps: torch.Tensor | None  # (B, T) nats, of the held-out completions
+    samples: list  # one sample for the prompt of each of the first --eval-samples rows
 
 
-@run.exit_on_error("evaluation", ValueError)
 def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Evaluation:
-    """Of the policy on held-out examples, for z_0 = 0, without clipping, and on samples for held-out prompts.
+    """Evaluates the policy on held-out examples and on samples for the prompts of the first rows.
 
-    initial: the Evaluation of the initial policy: the examples' reference, and whom samples are to beat.
+    The examples give the loss with z_0 = 0 and without humanline clipping, where the reference is the initial
+    policy. The samples give their length, whether they finished and, if there is a reward model, their reward
+    and the win rate over the initial policy's samples.
+
+    Args:
+        initial: the evaluation of the initial policy, or None when this is that evaluation.
     """
-    values = {}
+    values = {}  # {name: one value for each example or sample}
     logps = None
     examples = [example for group in held_out for example in group if example.completion_ids]
     if examples:
-        logps, mask = utils.completion_logps(policy, examples)  # (B, T) each
-        log_ratio = logps - (initial.logps if initial else logps)  # 0 before training
-        desirable = torch.tensor([example.reward > 0 for example in examples])
-        losses, rewards = kto_loss(  # (B,) each
+        logps, mask = utils.completion_logps(policy, examples, args.micro_batch_tokens)  # (B, T) each
+        log_ratio = logps - (initial.logps if initial else logps)  # 0 for the initial policy
+        desirable = torch.tensor([example.desirable for example in examples])  # (B,)
+        losses, _, margins = kto_loss(  # (B,) each
             log_ratio, mask, desirable, 0.0, args.beta, args.lambda_D, args.lambda_U
         )
-        gain = torch.where(desirable, rewards, -rewards)
         values["eval/loss"] = losses
-        values["eval/accuracy"] = utils.win_rate(gain, 0)
-        values["eval/margin"] = gain
-    samples = []
+        values["eval/accuracy"] = utils.above(margins, 0)
+        values["eval/margin"] = margins
+    # A prompt that stands in several rows is sampled once for each of them.
     prompts = [group[0] for group in held_out[: args.eval_samples]]
-    if prompts:
-        by_prompt, _ = sampler.sample(policy, prompts, 1, (args.seed, 0))
-        samples = [sample for (sample,) in by_prompt]
-        for name, statistic in utils.sample_statistics(samples).items():
-            values[f"eval/{name}"] = statistic  # length, finished, and reward if there is a reward model
-        if args.reward_model:
-            baseline = initial.samples if initial else samples
-            rewards = utils.sample_statistics(baseline)["reward"]
-            values["eval/win_rate"] = utils.win_rate(values["eval/reward"], rewards)
-    return Evaluation(utils.means(values), logps, samples)
+    samples, sample_values = sampler.evaluate(policy, prompts, initial)
+    return Evaluation(utils.mean_and_error(values | sample_values), logps, samples)
 
 
-# === Training ===
+# === Metrics ===
 def clipping_metrics(args, log_ratio):
-    """For each token: whether it is beyond a bound, and |log-ratio|, (B, T)."""
+    """Returns for each token whether it is beyond a bound, also if nothing is clipped, and |log-ratio|."""
     return {
         "humanline/clipped_low": (log_ratio < args.log_epsilon_P).double(),
         "humanline/clipped_high": (log_ratio > args.log_epsilon_R).double(),
@@ -525,154 +631,6 @@ def clipping_metrics(args, log_ratio):
     }
 
 
-def example_metrics(losses, rewards, desirable, z_0, beta):
-    """For each example, (B,)."""
-    gain = torch.where(desirable, rewards - beta * z_0, beta * z_0 - rewards)
-    return {"loss": losses, "rewards/accuracies": utils.win_rate(gain, 0)}
-
-
-@run.exit_on_error("reading or writing", OSError)
-def main(args: Args):
-    run.check_flags(args, args.batch_size)
-    rank, world, device = setup(args)
-    frozen_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32  # reference, engine, judge
-
-    # data
-    with run.exit_on_error(f"--model {args.model}"):
-        tokenizer, eos_ids = utils.load_tokenizer(
-            args.model, args.chat_template, args.eos_token, args.trust_remote_code
-        )
-    groups = load_groups(args, tokenizer, eos_ids, args.dataset, args.dataset_split)
-    held_out = []
-    if args.eval_dataset:
-        held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
-    group_size = 2 if args.online else len(groups[0])  # a pair is two examples that stay in one step
-    groups_per_step = args.batch_size // group_size
-    if args.batch_size % group_size:
-        run.fail(f"--batch-size {args.batch_size} is odd, and the pairs stay together")
-    if len(groups) < groups_per_step:
-        run.fail(f"--dataset {args.dataset}: {len(groups)} rows do not fill a batch of {groups_per_step}")
-    if not args.online and any(len(group) != group_size or not group[0].completion_ids for group in groups):
-        run.fail(f"--dataset {args.dataset}: rows must be all pairs or all labelled; prompts need --online")
-
-    # models
-    with run.exit_on_error(f"--model {args.model}"):
-        policy, reference = load_models(args, frozen_dtype, device)
-    with run.exit_on_error(f"--reward-model {args.reward_model}"):
-        sampler = make_sampler(args, tokenizer, eos_ids, frozen_dtype, device)
-    # Fused, since CUDA's default (foreach) needs a copy of one of Adam's moments. Rate, ε and decay are set
-    # before every step.
-    optimizer = torch.optim.AdamW(policy.parameters(), fused=device.type == "cuda")
-    lr_factor = run.lr_schedule(args, optimizer)  # of a step, from 1: its share of --lr
-
-    # run
-    output_dir = run.open_folder(args, __file__)
-    checkpoint = run.newest_checkpoint(output_dir)
-    before = evaluate(args, policy, sampler, held_out)  # of the initial policy, also on resume
-    progress = run.load_checkpoint(checkpoint, policy, reference, optimizer, run.hash_data(groups))
-    run.save_args(args, output_dir, __file__)
-    log = run.Log(output_dir, progress.step, before)
-    signals = run.Signals()  # one ends the run after the step, with a checkpoint
-
-    steps = range(progress.step, args.num_steps)
-    bar = tqdm(steps, initial=progress.step, total=args.num_steps, disable=rank != 0)
-    for step in bar:
-        started = time.perf_counter()
-        metrics = {"step": step}
-
-        # the batch: examples of the data set, or of the policy's own samples
-        if args.online:
-            while len(progress.pool) < groups_per_step:
-                progress.round += 1
-                new_groups, rollout = sample_round(args, sampler, policy, groups, progress.round)
-                progress.pool += new_groups  # behind what is left of the last round
-                metrics |= rollout
-                sync_reference(reference, policy)  # Algorithm 1: at the round's start, humanline or not
-                progress.last_round = step
-                progress.last_sync = step
-            batch = progress.pool[:groups_per_step]
-            progress.pool = progress.pool[groups_per_step:]
-            metrics["rollout/age_steps"] = step - progress.last_round  # of the batch's newest samples
-        else:
-            batch = draw_batch(groups, step, groups_per_step, args.seed)
-
-        examples = [example for group in batch for example in group]
-        mismatched = mismatch(examples, group_size)
-        if not mismatched:
-            run.fail(f"step {step}: the batch has one prompt, and z_0 needs two; raise --batch-size")
-        z_0 = reference_point(args, policy, reference, mismatched)
-
-        # the gradient of the mean loss over the examples of all ranks and passes
-        lengths = [example.length for example in examples]
-        # this rank's passes; every rank has as many
-        micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)[rank::world]
-        means = run.Means()
-        for number, indices in enumerate(micro_batches, 1):
-            # Gradients are summed over ranks in every pass, so that only shards stay. On a CPU in the last:
-            # fp32 shards would round, and a toy in fp64 is to have the same digits on any number of ranks.
-            policy.set_requires_gradient_sync(device.type == "cuda" or number == len(micro_batches))
-            policy.set_requires_all_reduce(number == len(micro_batches))  # over the copies of HSDP
-            in_pass = [examples[i] for i in indices]
-            input_ids, mask = utils.pad_batch(in_pass, device)  # (B, T)
-            desirable = torch.tensor([example.reward > 0 for example in in_pass], device=device)  # (B,)
-
-            with torch.no_grad():  # first, since the policy's pass keeps its activations
-                ref_logps = utils.token_logps(reference, input_ids, mask)  # (B, T)
-            logps = utils.token_logps(policy, input_ids, mask)  # (B, T)
-            log_ratio = logps - ref_logps  # (B, T)
-            clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
-            losses, rewards = kto_loss(  # (B,) each
-                clipped_log_ratio, mask, desirable, z_0, args.beta, args.lambda_D, args.lambda_U
-            )
-            (losses.sum() / args.batch_size).backward()
-
-            values = example_metrics(losses, rewards, desirable, z_0, args.beta)
-            means.add(values, torch.ones_like(losses))
-            completion_logps = (logps * mask).sum(-1)  # (B,)
-            for name, side in (("chosen", desirable), ("rejected", ~desirable)):
-                values = {f"rewards/{name}": rewards, f"logps/{name}": completion_logps}
-                means.add(values, side.to(losses.dtype))
-            means.add(clipping_metrics(args, log_ratio), mask)
-        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-        metrics["grad_norm"] = norm.full_tensor().item()  # before clipping, of all shards
-        metrics |= means.over_ranks()
-        metrics["kto/z_0"] = z_0
-        if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
-            run.fail(f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; lower --lr")
-
-        # the update, before it the sync, at steps 0, k, 2k: offline a loss sees a reference 1 to k behind
-        metrics["humanline/steps_since_sync"] = step - progress.last_sync
-        if args.humanline and args.sync == "before_step" and step % args.k == 0:
-            sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
-            progress.last_sync = step
-        metrics["lr"] = args.lr * lr_factor(step + 1)
-        for param_group in optimizer.param_groups:  # a checkpoint has other ones, but flags win
-            param_group.update(lr=metrics["lr"], eps=args.adam_eps, weight_decay=args.weight_decay)
-        optimizer.step()
-        optimizer.zero_grad()
-        if args.humanline and args.sync == "after_step" and (step + 1) % args.k == 0:
-            sync_reference(reference, policy)  # trust-region syncing (Figure 10)
-            progress.last_sync = step + 1
-        progress.step = step + 1
-
-        # metrics and checkpoint
-        metrics |= run.perf_metrics(started, sum(lengths))
-        if args.eval_every and progress.step % args.eval_every == 0:
-            metrics |= run.evaluation_means(evaluate(args, policy, sampler, held_out, before))
-        bar.set_postfix(loss=metrics["loss"], accuracy=metrics["rewards/accuracies"], refresh=False)
-        log.write(metrics)
-        stopped_by = signals.of_any_rank()
-        if stopped_by or run.checkpoint_is_due(args, progress.step):
-            run.save_checkpoint(args, output_dir, policy, reference, optimizer, progress)
-        if stopped_by:
-            run.stop(stopped_by, progress.step, output_dir)
-
-    after = evaluate(args, policy, sampler, held_out, before)
-    run.export(output_dir / "final", policy, tokenizer, eos_ids)
-    run.report(log, before, after)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(run.parse_args(Args, __file__, __doc__, TOY, TOY_ONLINE))
+    with run.exit_on_input_error():
+        main(run.parse_args(Args, __file__, __doc__, toy=TOY, toy_online=TOY_ONLINE, paper=PAPER))

@@ -1,242 +1,408 @@
-"""Keeps a run: flags, errors, signals, the folder and its lock, checkpoints, logs. No algorithm is here."""
+"""Everything around the algorithm: flags, errors, ranks, signals, the run's folder, checkpoints and logs.
+
+The algorithms are in the scripts. Nothing here is part of the method.
+"""
 
 import atexit
+import gzip
 import hashlib
 import json
 import math
 import os
 import resource
+import shlex
 import shutil
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+import pyarrow.parquet
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as dcp_state
+import transformers
 import tyro
 from filelock import FileLock
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
-from transformers import GenerationConfig, get_scheduler
-
-import utils
 
 
 def is_main() -> bool:
-    """Whether this is rank 0, which alone prints and writes."""
+    """Returns whether this is rank 0, the only rank that prints and writes logs."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def say(*words):
-    """Prints on rank 0."""
+def print_main(*words):
+    """Prints on rank 0 only."""
     if is_main():
         print(*words, flush=True)
 
 
-# === Flags ===
-def parse_args(Args, file: str, doc: str, toy, toy_online, flags=None):
-    """Flags over the settings of --resume's run, of the toy where no --model is named, or of the paper.
-
-    Args is a script's dataclass, file and doc are its `__file__` and `__doc__`; flags: sys.argv's by default.
-    """
-    if flags is None:
-        flags = sys.argv[1:]
-    named, _ = tyro.cli(Args, args=flags, add_help=False, return_unknown_args=True)
-    if named.resume:
-        source = f"the settings of {named.resume}"
-        default = load_args(Args, Path(named.resume), file)
-    elif named.model:
-        source = "the paper's settings"
-        default = Args()
-    else:
-        source = "the embedded toy and its settings"
-        if getattr(named, "online", False):
-            toy = toy | toy_online
-        default = Args(**toy)
-    args = tyro.cli(Args, args=flags, default=default, description=doc)
-    say(f"{source};", *flags)
-    return args
+# === Errors ===
+# Bad input and a full disk end a run with one line and exit status 1. Every other exception is a bug, maybe
+# in an edited loss, and keeps its traceback. A new check should raise InputError. A new call of a library
+# that may fail because of the user's input belongs inside `library_errors`.
 
 
-# Least values. Of flags that are not here it is 0. A group of one has no advantage.
-COUNTS = """k batch_size prompts_per_step sample_every round_prompts samples_per_prompt max_length
-    max_new_tokens eval_samples_per_problem generation_batch_size vllm_tensor_parallel"""
-LEAST = dict.fromkeys(COUNTS.split(), 1)
-LEAST |= dict(group_size=2, max_grad_norm=1e-9, temperature=1e-9, top_p=1e-9, log_epsilon_P=-math.inf)
-MOST = dict(top_p=1, warmup_fraction=1, vllm_memory=1, log_epsilon_P=-1e-9)
-
-
-def check_flags(args, batch_size: int):
-    """Ends the run with the name of a flag that is out of range, or does not fit another one.
-
-    batch_size: what a step shares out over the ranks, sequences or pairs.
-    """
-    for name, value in vars(args).items():
-        if not isinstance(value, str) and not LEAST.get(name, 0) <= value <= MOST.get(name, math.inf):
-            fail(f"--{name.replace('_', '-')} {value} is out of range")
-    if args.engine == "vllm" and not find_spec("vllm"):
-        fail("--engine vllm needs vllm, which is not installed")
-    if not args.dataset:
-        fail(f"--model {args.model} needs a --dataset")
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if world % (args.shard_size or 1) or world % args.vllm_tensor_parallel or batch_size % world:
-        flags = "--shard-size and --vllm-tensor-parallel"
-        fail(f"{flags} must divide {world} ranks, and these a batch of {batch_size}")
-    if getattr(args, "online", False) and not args.reward_model:
-        fail("--online needs a --reward-model")
-    folder = args.output_dir
-    if folder and (args.resume or Path(folder, "args.json").exists()):
-        fail(f"--output-dir {folder} holds a run, or --resume names one: --resume alone goes on")
-
-
-# === Errors and signals ===
-def fail(message: str):
-    """Ends the run with one line on stderr and exit code 1. Every rank comes here; rank 0 prints."""
-    if not is_main():
-        # Rank 0 must print first, and torchrun ends the others as soon as one has ended, by a signal that
-        # `Signals` would only note.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(30)
-    tqdm.write(f"error: {message}", file=sys.stderr)  # on a line of its own, not behind a bar
-    if dist.is_initialized() and dist.get_backend() == "gloo":
-        dist.destroy_process_group()  # or gloo's threads abort the process
-    raise SystemExit(1)
+class InputError(Exception):
+    """Raised if a flag, file, row, model or disk cannot be used, or if a number is not finite."""
 
 
 @contextmanager
-def exit_on_error(place: str, kind=(Exception, dcp.CheckpointException)):
-    """An exception inside ends the run with a line that names the place. DCP's own is no `Exception`."""
+def exit_on_input_error():
+    """Ends the run with one line on stderr if an InputError is raised inside, on one rank or on all.
+
+    Notes that were added to the error, for example the file and the line, stand before its message.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError):  # notebooks replace the streams
+            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows "\xb1" for "±"
     try:
         yield
-    except kind as error:
-        lines = str(error).strip().split("\n")
-        number = -1 if "Traceback" in str(error) else 0  # a CheckpointException has one inside
-        fail(f"{place}: {type(error).__name__}: {lines[number]}")
+    except InputError as error:
+        if not is_main():
+            # torchrun sends SIGTERM to all ranks as soon as one exits. Therefore this rank waits, and rank 0
+            # prints the error first. SIGTERM must end the wait, although `Signals` may have replaced its
+            # handler. After 30 seconds rank 0 has evidently no error, and this rank prints its own.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(30)
+        message = ": ".join([*getattr(error, "__notes__", []), str(error)])
+        tqdm.write(f"error: {message}", file=sys.stderr)  # clears the progress bar first
+        if dist.is_initialized() and dist.get_backend() == "gloo":
+            dist.destroy_process_group()  # otherwise gloo's threads abort the process when it exits
+        raise SystemExit(1) from None
 
 
-def compare_ranks(name: str, value):
-    """Ends the run if a value is another one on another rank, perhaps of another machine, than on rank 0."""
-    of_ranks = utils.gather(value)
-    for rank, other in enumerate(of_ranks):
-        if other != of_ranks[0]:
-            fail(f"{name} is {other} on rank {rank}, and {of_ranks[0]} on rank 0")
+@contextmanager
+def library_errors(place: str):
+    """Turns an exception that a library raises about the user's input or disk into an InputError.
 
+    Only calls of a library belong inside, or code that fails because of the input alone. A bug in our own
+    code must keep its traceback.
 
-def compare_programs(args, file: str):
-    """Ends the run if ranks have another script, whose folder may be another one, or other flags."""
-    compare_ranks("the script's hash", hashlib.sha256(Path(file).read_bytes()).hexdigest())
-    folder = str(Path(file).resolve().parent)
-    for name, value in vars(args).items():
-        compare_ranks(f"--{name.replace('_', '-')}", str(value).replace(folder, ""))
-
-
-class Signals:
-    """From here on SIGINT and SIGTERM are noted. They do not end the process: `stop` does, after a step.
-
-    Where steps are long torchrun needs `--shutdown-timeout SECONDS`, or kills its ranks after 30.
+    place: what the library was reading or writing, for example "--model X". The message starts with it.
     """
-
-    def __init__(self):
-        self.received = 0  # number of the signal
-        signal.signal(signal.SIGINT, self.note)
-        signal.signal(signal.SIGTERM, self.note)
-
-    def note(self, number: int, frame):
-        self.received = number
-
-    def of_any_rank(self) -> int:
-        """0, or a signal that some rank has received: all ranks must stop after the same step."""
-        return max(utils.gather(self.received))
+    try:
+        yield
+    except InputError:
+        raise
+    except (Exception, dcp.CheckpointException) as error:
+        cause = failure(error)
+        first_line = str(cause).strip().partition("\n")[0]
+        raise InputError(f"{place}: {type(cause).__name__}: {first_line}") from cause
 
 
-# === Folder and checkpoints ===
-@dataclass
-class Progress:
-    """What a checkpoint holds beside weights and optimizer state."""
+def failure(error: BaseException) -> Exception:
+    """Returns the exception itself or, of a CheckpointException, that of a rank.
 
-    data_hash: str  # a resume must read the same data
-    step: int = 0  # optimizer steps made
-    last_sync: int = 0  # the reference is the policy as it was when this step began
-    last_round: int = 0  # the last round was sampled when this step began
-    round: int = 0  # rounds of samples drawn
-    pool: list = field(default_factory=list)  # sampled groups that wait for a step
-
-
-def hash_data(groups: list[tuple]) -> str:
-    """Of all groups, the same on all ranks, or the run ends."""
-    content = hashlib.sha256()
-    for group in groups:
-        content.update(repr(group).encode())
-    compare_ranks("the hash of --dataset's tokens", content.hexdigest())
-    return content.hexdigest()
+    dcp wraps the exceptions of all ranks in a CheckpointException, which is not a subclass of Exception. If
+    it wraps a KeyboardInterrupt (Ctrl-C), this is raised again.
+    """
+    if isinstance(error, dcp.CheckpointException):
+        error, _ = next(iter(error.failures.values()))  # {rank: (exception, traceback)}
+        if not isinstance(error, Exception):
+            raise error
+    return error
 
 
-def open_folder(args, file: str) -> Path:
-    """The run's folder, the same on all ranks, which no other process may write to until this one ends."""
-    started = int(1000 * max(utils.gather(time.time())))  # the clocks of the ranks may differ
-    name = args.resume or args.output_dir or f"runs/{Path(file).stem}__{args.seed}__{started}"
-    folder = Path(name)
-    mark = folder / f".started-{started}"
-    if is_main():
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock", timeout=0)
-        with exit_on_error(f"{folder} (does another process use it?)"):
-            lock.acquire()
-        atexit.register(lock.release)
-        shutil.rmtree(folder / "checkpoints/unfinished", ignore_errors=True)  # of a run that was killed
-        mark.touch()
-    dist.barrier()
-    # A checkpoint has files of every rank. Without a disk that all machines see it would be in pieces.
-    compare_ranks(f"--output-dir {folder}, which must be on a disk that all machines see,", mark.exists())
-    if is_main():
-        mark.unlink()
-    return folder
+# === Flags ===
+# Parsing and checking the flags of a script. A new flag is a new field of the script's Args. If it is a
+# number that must be positive, or at most 1, add its name below.
+
+
+def parse_args(
+    Args,
+    file: str,
+    doc: str,
+    toy: dict,
+    toy_online: dict,
+    paper: dict,
+    flags: list[str] | None = None,
+):
+    """Parses the flags, and prints where the values of flags that were not given come from.
+
+    With --resume they are the resumed run's, with --model the paper's, and otherwise the toy's.
+
+    Args:
+        Args: the dataclass of the script.
+        file, doc: `__file__` and `__doc__` of the script.
+        toy, toy_online: the toy's settings, and further ones for --online.
+        paper: {(online, humanline): the settings of this variant in the paper}.
+        flags: the command line; None: sys.argv.
+    """
+    if flags is None:
+        flags = sys.argv[1:]
+    # The first pass only looks for the flags that choose the defaults of the second.
+    given, _ = tyro.cli(Args, args=flags, add_help=False, return_unknown_args=True)
+    online = getattr(given, "online", False)
+    if given.resume:
+        source = f"the settings of {given.resume}"
+        default = load_args(Args, Path(given.resume), file)
+    elif given.model:
+        settings = paper.get((online, given.humanline), {})
+        variant = ("online" if online else "offline") + (" + humanline" if given.humanline else "")
+        values = ", ".join(f"{name} {value}" for name, value in settings.items())
+        source = f"the paper's settings for {variant} ({values})" if settings else "the paper's settings"
+        default = Args(**settings)
+    else:
+        source = "the settings of the embedded toy (with --model: the paper's)"
+        if online:
+            toy = toy | toy_online
+        default = Args(**toy)
+    # --help shows this description.
+    args = tyro.cli(Args, args=flags, default=default, description=f"{doc}\nThe defaults below are {source}.")
+    print_main(f"{source}; flags: {shlex.join(flags)}")
+    return args
+
+
+# Numbers of all four scripts that must be positive. Every other number must be at least 0.
+POSITIVE = {
+    "log_epsilon_R",
+    "batch_size",
+    "prompts_per_step",
+    "sample_every",
+    "max_grad_norm",
+    "max_length",
+    "round_prompts",
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "generation_batch_size",
+    "vllm_tensor_parallel",
+    "eval_samples_per_problem",
+}
+AT_MOST_1 = {"top_p", "warmup_fraction", "vllm_memory"}
+
+
+def check_flags(args, batch_size: int):
+    """Raises InputError if a flag is out of range or contradicts another one.
+
+    batch_size: the number of sequences or pairs in a step, which must be divisible by the number of ranks.
+    """
+    for name, value in vars(args).items():
+        if isinstance(value, str):
+            continue
+        if name == "log_epsilon_P":  # the lower bound; the upper one, log_epsilon_R, must be positive
+            valid = value < 0
+        elif name in ("group_size", "samples_per_prompt"):  # with one sample, every advantage would be 0
+            valid = value >= 2
+        elif name in POSITIVE:
+            valid = value > 0
+        else:
+            valid = value >= 0
+        if name in AT_MOST_1:
+            valid = valid and value <= 1
+        if not valid:  # also if it is nan
+            raise InputError(f"--{name.replace('_', '-')} {value} is out of range")
+    if args.engine == "vllm" and not find_spec("vllm"):
+        raise InputError("--engine vllm needs vllm, which is not installed")
+    if not args.dataset:
+        raise InputError(f"--model {args.model} needs a --dataset")
+    if getattr(args, "online", False) and not args.reward_model:
+        raise InputError("--online needs a --reward-model")
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world % (args.shard_size or 1) or world % args.vllm_tensor_parallel or batch_size % world:
+        raise InputError(
+            f"--shard-size and --vllm-tensor-parallel must divide the {world} ranks, and the number of ranks "
+            f"must divide the batch of {batch_size}"
+        )
+    folder = args.output_dir
+    if folder and args.resume:
+        raise InputError("--output-dir cannot be changed by --resume: a resumed run stays in its folder")
+    parts = ("args.json", "metrics.jsonl", "checkpoints", "final", "summary.json")
+    if folder and any(os.path.exists(f"{folder}/{part}") for part in parts):
+        raise InputError(f"--output-dir {folder} holds a run: to resume it, pass only --resume {folder}")
 
 
 def save_args(args, folder: Path, file: str):
-    """Writes the settings with which a later --resume goes on."""
+    """Writes args.json, from which --resume takes the settings of the run."""
+    # --resume FOLDER will name the folder again. A saved --output-dir would be refused beside it.
     saved = vars(args) | {"script": Path(file).stem, "resume": "", "output_dir": ""}
     if is_main():
-        write(folder / "args.json", json.dumps(saved, indent=2))
+        write_file(folder / "args.json", json.dumps(saved, indent=2))
 
 
 def load_args(Args, folder: Path, file: str):
-    """The settings that `save_args` wrote."""
-    with exit_on_error(f"--resume {folder}"):
+    """Reads the settings that `save_args` wrote."""
+    with library_errors(f"--resume {folder}"):
         saved = json.loads((folder / "args.json").read_text())
         if saved.pop("script") != Path(file).stem:
-            raise ValueError(f"it is not a run of {Path(file).name}")
-        return Args(**saved)  # a TypeError if another version, with other flags, wrote it
+            raise InputError(f"--resume {folder}: it is not a run of {Path(file).name}")
+        return Args(**saved)  # a TypeError if another version of the script has written other flags
+
+
+# === Ranks and signals ===
+# A run is one process or several ranks (torchrun), on one machine or on several. SIGINT and SIGTERM end a run
+# after the current step.
+
+
+# Flags that name files, which may lie at different places on different machines. Ranks compare what they have
+# read there: `hash_data`, `utils.load_pretrained`, `open_folder`.
+PATHS = {"dataset", "eval_dataset", "model", "reward_model", "chat_template", "output_dir", "resume"}
+
+
+def setup(args, batch_size: int):
+    """Checks the flags and starts the process group. Returns rank, world size and device.
+
+    Raises InputError if the ranks were started with different flags. Resolves --dtype auto in `args`.
+    """
+    check_flags(args, batch_size)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        # Sequence lengths vary, which fragments GPU memory. This variable must be set before CUDA starts.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        torch.cuda.set_device(device)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would compile a plan for every new length
+        backend = "cpu:gloo,cuda:nccl"  # gloo is for Python objects (`gather`)
+    else:
+        device = torch.device("cpu")
+        backend = "gloo"
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # torchrun's default, so that results are the same without torchrun
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:  # not started by torchrun: a process group of one rank needs no address
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    flags = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items() if name not in PATHS}
+    check_ranks_agree(flags)
+    transformers.utils.logging.disable_progress_bar()
+    if args.dtype == "auto":
+        args.dtype = "bfloat16" if device.type == "cuda" else "float32"
+    return dist.get_rank(), dist.get_world_size(), device
+
+
+def gather(value) -> list:
+    """Returns the values of all ranks, on every rank."""
+    ranks_values = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks_values, value)
+    return ranks_values
+
+
+def check_ranks_agree(values: dict):
+    """Raises InputError, on every rank, if one of the values, {name: value}, differs between ranks."""
+    ranks_values = gather(values)
+    for name, first_value in ranks_values[0].items():
+        for rank, rank_values in enumerate(ranks_values):
+            if rank_values[name] != first_value:
+                raise InputError(f"{name} is {rank_values[name]} on rank {rank}, but {first_value} on rank 0")
+
+
+class Signals:
+    """Records SIGINT and SIGTERM, so that the training loop can finish its step and write a checkpoint.
+
+    After the last step, signals have no effect.
+
+    torchrun kills its ranks 30 seconds after it received a signal. If steps take longer, start it with
+    `--shutdown-timeout SECONDS`.
+    """
+
+    def __init__(self):
+        self.received = 0  # the number of the last signal
+        signal.signal(signal.SIGINT, self.record)
+        signal.signal(signal.SIGTERM, self.record)
+
+    def record(self, number: int, frame):
+        self.received = number
+
+    def received_by_any_rank(self) -> int:
+        """Returns a signal that some rank has received, or 0. All ranks must stop after the same step."""
+        return max(gather(self.received))
+
+
+# === Rows ===
+# The rows of a file. To read another kind of file, extend `read_rows`. To read other columns, edit
+# `encode_row` in the script.
+
+
+def read_rows(name: str, split: str):
+    """Yields (number, row) of a .jsonl, .jsonl.gz or .parquet file, or of a Hub data set.
+
+    Numbers count from 1 the lines of a .jsonl file, or else the rows.
+
+    split: the split of a Hub data set; files have none.
+    """
+    if name.endswith((".jsonl", ".jsonl.gz")):
+        open_file = gzip.open if name.endswith(".gz") else open
+        with library_errors(name), open_file(name, "rt", encoding="utf-8") as file:
+            lines = file.readlines()
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                with library_errors(f"{name}, line {number}"):
+                    row = json.loads(line)
+                yield number, row
+    elif name.endswith(".parquet"):
+        with library_errors(name):
+            rows = pyarrow.parquet.read_table(name).to_pylist()
+        yield from enumerate(rows, 1)
+    else:
+        import datasets  # not at the top of the file, because the import takes a second
+
+        with library_errors(name):
+            rows = datasets.load_dataset(name, split=split)
+        yield from enumerate(rows, 1)
+
+
+# === Folder and checkpoints ===
+# The run's folder, which one process at a time may use, and its checkpoints, from which a run resumes bit for
+# bit. What a new algorithm carries from step to step belongs in `Progress` if it is numbers, texts or lists,
+# because `Progress` is saved as JSON. Tensors belong in `training_state`.
+
+
+@dataclass
+class Progress:
+    """The state of a run besides its weights and the optimizer's state."""
+
+    data_hash: str  # from `hash_data`; a resumed run must train on the same data
+    step: int = 0  # completed optimizer steps
+    round: int = 0  # number of rounds sampled
+    pool: list = field(default_factory=list)  # sampled groups that no step has used yet
+
+
+def write_file(path: Path, text: str):
+    """Writes a text file atomically: a killed run leaves the old file or the new one, and never a part."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    with library_errors(f"{path} could not be written"):
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+
+
+def open_folder(args, file: str) -> Path:
+    """Creates or opens the run's folder and locks it until this process ends."""
+    started = gather(int(1000 * time.time()))[0]  # rank 0's clock, on every rank
+    folder = Path(args.resume or args.output_dir or f"runs/{Path(file).stem}__{args.seed}__{started}")
+    # Rank 0 makes this file and every rank looks for it. Every rank writes its part of a checkpoint. If the
+    # machines did not see the same disk, no machine would have a complete checkpoint.
+    marker = folder / f".started-{started}"
+    if is_main():
+        with library_errors(f"--output-dir {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock", timeout=0)
+        with library_errors(f"{folder} (does another process use it?)"):
+            lock.acquire()
+            marker.touch()
+        atexit.register(lock.release)  # this reference also keeps the lock from releasing itself
+        shutil.rmtree(folder / "checkpoints/unfinished", ignore_errors=True)  # left by a killed run
+    dist.barrier()
+    question = f"whether --output-dir {folder} is on a disk that all machines see"
+    check_ranks_agree({question: marker.exists()})
+    if is_main():
+        marker.unlink()
+    return folder
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
-    """The newest first."""
-    return sorted(folder.glob("step-*[0-9]"), key=lambda path: int(path.name[5:]), reverse=True)
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that is whole. Ends the run if there is none, but steps were made."""
-    for checkpoint in find_checkpoints(folder / "checkpoints"):
-        try:
-            Progress(**json.loads((checkpoint / "state.json").read_text()))
-            for part in dcp.FileSystemReader(checkpoint).read_metadata().storage_data.values():
-                if (checkpoint / part.relative_path).stat().st_size < part.offset + part.length:
-                    raise ValueError(f"{part.relative_path} is cut")
-            return checkpoint
-        except Exception as error:
-            say(f"skipped {checkpoint} (damaged: {error})")
-    if (folder / "metrics.jsonl").exists():
-        fail(f"--resume {folder}: it has no whole checkpoint; begin anew in another folder")
-    return None
+    """Returns all checkpoints of a run, newest first."""
+    found = [path for path in folder.glob("checkpoints/step-*") if path.name[5:].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def training_state(policy, reference, optimizer):
+    """Returns the sharded tensors of a checkpoint, by name."""
     return {
         "policy": policy.state_dict(),
         "optimizer": dcp_state.get_optimizer_state_dict(policy, optimizer),
@@ -245,210 +411,266 @@ def training_state(policy, reference, optimizer):
 
 
 def checkpoint_is_due(args, step: int) -> bool:
-    """After so many steps, or all of them, so that a longer run can go on from there."""
+    """Returns whether a checkpoint is due after `step` steps: every --checkpoint-every, and after the last.
+
+    The last one is for a finished run that is resumed with a larger --num-steps.
+    """
     every = args.checkpoint_every
     return every > 0 and (step % every == 0 or step == args.num_steps)
 
 
-@exit_on_error("no checkpoint was written (is the disk full?)")
-def save_checkpoint(args, output_dir: Path, policy, reference, optimizer, progress: Progress):
-    """Writes all that a run needs to go on exactly, then removes all but the newest --keep-checkpoints."""
-    folder = output_dir / "checkpoints" / f"step-{progress.step}"
-    # The folder gets its name when it is whole, so that a run which is killed here leaves no half checkpoint.
-    unfinished = folder.with_name("unfinished")
-    dcp.save(training_state(policy, reference, optimizer), checkpoint_id=unfinished)
-    if is_main():
-        (unfinished / "state.json").write_text(json.dumps(vars(progress)))
-        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
-        unfinished.rename(folder)
-        if args.keep_checkpoints:
-            checkpoints = find_checkpoints(folder.parent)
-            this = checkpoints.index(folder)  # damaged ones of later steps may stand before it
-            for old in checkpoints[this + args.keep_checkpoints :]:
-                shutil.rmtree(old, ignore_errors=True)
+def save_checkpoint(args, folder: Path, policy, reference, optimizer, progress: Progress):
+    """Writes a checkpoint, then removes all but the newest --keep-checkpoints."""
+    checkpoint = folder / "checkpoints" / f"step-{progress.step}"
+    # The folder gets its name only when it is complete, so a run that is killed here leaves no partial
+    # checkpoint.
+    unfinished = checkpoint.with_name("unfinished")
+    with library_errors(f"{checkpoint} could not be written"):
+        dcp.save(training_state(policy, reference, optimizer), checkpoint_id=unfinished)
+        if is_main():
+            (unfinished / "progress.json").write_text(json.dumps(vars(progress)))
+            shutil.rmtree(checkpoint, ignore_errors=True)  # a damaged checkpoint of this step
+            unfinished.rename(checkpoint)
+    if is_main() and args.keep_checkpoints:
+        # `load_checkpoint` may have skipped damaged checkpoints of later steps. They do not count.
+        checkpoints = find_checkpoints(folder)
+        newest = checkpoints.index(checkpoint)
+        for old in checkpoints[newest + args.keep_checkpoints :]:
+            shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
 
 
-@exit_on_error("--resume")
-def load_checkpoint(folder: Path | None, policy, reference, optimizer, data_hash: str) -> Progress:
-    """Restores weights and optimizer in place, on any number of ranks. Without a folder the run is a new one.
-
-    data_hash: of what this run reads.
-    """
-    # A barrier too: no rank still looks for metrics.jsonl when rank 0 begins to write it.
-    compare_ranks("the newest whole checkpoint", str(folder))
-    if folder is None:
-        return Progress(data_hash)
-    progress = Progress(**json.loads((folder / "state.json").read_text()))
-    if progress.data_hash != data_hash:
-        raise ValueError("--dataset, or its tokens, changed; bring it back")
-    state = training_state(policy, reference, optimizer)
-    saved_names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    names = {f"policy.{name}" for name in state["policy"]}
-    if names != {name for name in saved_names if name.startswith("policy.")}:
-        raise ValueError("it has other weights than --model")
-    # A weight that never had a gradient has no moments in the checkpoint: they stay 0.
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load(state, checkpoint_id=folder, planner=planner)  # weights in place, moments as copies
-    dcp_state.set_optimizer_state_dict(policy, optimizer, state["optimizer"])
-    for i, group in enumerate(progress.pool):
-        progress.pool[i] = tuple(utils.Example(*values) for values in group)
-    say(f"{progress.step} steps are done: goes on from {folder}")
-    return progress
-
-
-@exit_on_error("final/ was not written")
-def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
-    """Writes the policy as a Hugging Face folder, each tensor in the dtype in which it was read."""
-    weights = {}
-    for name, tensor in policy.state_dict().items():
-        tensor = tensor.to(policy.dtypes[name])
-        if hasattr(tensor, "full_tensor"):  # it is sharded
-            tensor = tensor.full_tensor()
-        if not tensor.isfinite().all():
-            raise ValueError(f"{name} is not finite in {tensor.dtype}")
-        if is_main():
-            weights[name] = tensor.cpu()
-    if is_main():
-        policy.generation_config = GenerationConfig(
-            eos_token_id=sorted(eos_ids),
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        policy.to(policy.config.dtype)  # which config.json is to name
-        policy.save_pretrained(f"{folder}/", state_dict=weights)  # the slash: an error if it is a file
-        tokenizer.save_pretrained(folder)
-
-
-def stop(signal_number: int, steps: int, folder: Path):
-    """Ends a run that has received a signal and written a checkpoint."""
-    say(f"\nstopped after {steps} steps; to go on: --resume {folder}\n(torchrun's traceback is no fault)")
-    # At once, since engines and graders may have threads that others wait for.
+def exit_after_signal(signal_number: int, folder: Path, step: int):
+    """Ends the process after a signal, with the exit status that a shell expects."""
+    print_main(f"\nstopped after {step} steps; to resume: --resume {folder}")
+    print_main("(ignore torchrun's traceback)")
+    # Not sys.exit, which would wait for the threads of engines and graders, possibly forever.
     os._exit(128 + signal_number)
 
 
-def lr_schedule(args, optimizer):
-    """A function of a step, from 1, to its share of --lr: linear warmup, then --lr-schedule, by transformers.
+def hash_data(groups: list[tuple], held_out: list[tuple]) -> str:
+    """Returns the hash of the training data, with which a resumed run finds out whether the data has changed.
 
-    linear and cosine reach 0 one step behind the last, which still moves the policy.
+    Raises InputError if another rank has read other data, for training or for evaluation.
     """
-    warmup_steps = max(1, round(args.warmup_fraction * args.num_steps))
-    name = args.lr_schedule.replace("constant", "constant_with_warmup")
-    return get_scheduler(name, optimizer, warmup_steps, args.num_steps + 1).lr_lambdas[0]
+    hashes = {}
+    for flag, data in (("--dataset", groups), ("--eval-dataset", held_out)):
+        content = hashlib.sha256()
+        for group in data:
+            content.update(repr(group).encode())
+        hashes[f"the hash of {flag}'s rows"] = content.hexdigest()
+    check_ranks_agree(hashes)
+    return hashes["the hash of --dataset's rows"]
+
+
+def load_checkpoint(folder: Path, policy, reference, optimizer, data_hash: str) -> Progress:
+    """Restores weights and optimizer from the newest checkpoint that can be read, on any number of ranks.
+
+    Returns:
+        The progress of the run. For a new run, it is that of step 0.
+    """
+    checkpoints = find_checkpoints(folder)
+    has_steps = (folder / "metrics.jsonl").exists()  # an earlier process has trained here
+    # The ranks meet here, so rank 0 writes metrics.jsonl only after every rank has looked for it.
+    check_ranks_agree({"the list of checkpoints": [checkpoint.name for checkpoint in checkpoints]})
+    for checkpoint in checkpoints:
+        try:
+            progress = restore(checkpoint, policy, reference, optimizer)
+        except InputError:
+            raise
+        except (Exception, dcp.CheckpointException) as error:  # reading a damaged file can raise anything
+            print_main(f"skipped {checkpoint} (damaged: {type(failure(error)).__name__})")
+            continue
+        if progress.data_hash != data_hash:
+            raise InputError("--resume: --dataset or its tokens have changed since the checkpoint")
+        print_main(f"{progress.step} steps are done: resumes from {checkpoint}")
+        return progress
+    if has_steps:
+        raise InputError(f"--resume {folder}: it has no complete checkpoint; start over in another folder")
+    return Progress(data_hash)
+
+
+def restore(checkpoint: Path, policy, reference, optimizer) -> Progress:
+    """Loads a checkpoint into both models and the optimizer."""
+    from utils import Example  # not at the top of the file, because utils imports this module
+
+    progress = Progress(**json.loads((checkpoint / "progress.json").read_text()))
+    for i, group in enumerate(progress.pool):  # JSON has turned all tuples into lists
+        progress.pool[i] = tuple(Example(*fields) for fields in group)
+    # AdamW's settings from the flags, because set_optimizer_state_dict replaces them by the checkpoint's.
+    settings = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    state = training_state(policy, reference, optimizer)
+    saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    # allow_partial_load, below, would silently keep a weight of --model that the checkpoint lacks.
+    shapes = {f"policy.{name}": weight.shape for name, weight in state["policy"].items()}
+    if shapes != {name: entry.size for name, entry in saved.items() if name.startswith("policy.")}:
+        raise InputError("--resume: the checkpoint's weights are not those of --model")
+    # A weight that never had a gradient has no Adam moments in the checkpoint. Its moments stay 0.
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(state, checkpoint_id=checkpoint, planner=planner)  # fills the weights in place
+    dcp_state.set_optimizer_state_dict(policy, optimizer, state["optimizer"])
+    optimizer.param_groups[0].update(settings)
+    return progress
+
+
+def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
+    """Writes the policy as a Hugging Face folder, with each tensor in the dtype of --model's files.
+
+    Rank 0 casts the policy, which cannot be used afterwards.
+    """
+    weights = {}
+    for name, tensor in policy.state_dict().items():
+        tensor = tensor.to(policy.dtypes[name])  # from utils.load_pretrained
+        if hasattr(tensor, "full_tensor"):
+            tensor = tensor.full_tensor()  # all ranks gather the shards together
+        if not tensor.isfinite().all():
+            raise InputError(f"final/ was not written: {name} is not finite in {tensor.dtype}")
+        if is_main():
+            weights[name] = tensor.cpu()
+    if is_main():
+        policy.generation_config = transformers.GenerationConfig(
+            eos_token_id=sorted(eos_ids),
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        # save_pretrained writes the model's current dtype into config.json.
+        policy.to(policy.config.dtype)
+        with library_errors(f"{folder} could not be written"):
+            # The slash makes a file of this name an error. Without it, transformers would write nothing.
+            policy.save_pretrained(f"{folder}/", state_dict=weights)
+            tokenizer.save_pretrained(folder)
 
 
 # === Logs ===
+# Metrics of a step, their files, and the report at the end. Every metric is a plain number in a dict, {name:
+# number}; a new one in the script's `metrics` appears in metrics.jsonl and TensorBoard without any change
+# here. `step`, `loss` and `grad_norm` must be among them.
+
+
 class Means:
-    """Weighted means over the passes of a step, and over all ranks."""
+    """Weighted means of a step's metrics, over all micro-batches and ranks."""
 
     def __init__(self):
-        self.sums = {}  # {name: (Σ value·weight, Σ weight)}
+        self.sums = {}  # {name: (sum of value · weight, sum of weights)}
 
-    def add(self, values, weights):
-        """Values of a pass by name, and their weights, of one shape."""
+    def add(self, values, weights=None):
+        """Adds the values of a micro-batch.
+
+        Args:
+            values: {name: one value for each sequence, pair or token}.
+            weights: a tensor of the same shape; a mask selects the values to average. None: all.
+        """
         for name, value in values.items():
-            total = (value.detach() * weights).sum()
-            pair = torch.stack([total, weights.sum()]).double()
-            self.sums[name] = self.sums.get(name, 0) + pair
+            weight = torch.ones_like(value) if weights is None else weights
+            total = (value.detach() * weight).sum()
+            sums = torch.stack([total.double(), weight.sum().double()])
+            self.sums[name] = self.sums.get(name, 0) + sums
 
-    def over_ranks(self) -> dict[str, float]:
-        """Every rank has added the same names, in the same order. What has no weight is left out."""
-        totals = torch.stack(list(self.sums.values()))  # (names, 2)
-        dist.all_reduce(totals)
-        pairs = zip(self.sums, totals.tolist())
+    def reduce(self) -> dict[str, float]:
+        """Returns the means over all ranks. Metrics whose weights are all 0 are omitted.
+
+        Every rank must have added the same names in the same order.
+        """
+        sums = torch.stack(list(self.sums.values()))  # (names, 2)
+        dist.all_reduce(sums)
+        pairs = zip(self.sums, sums.tolist())
         return {name: total / weight for name, (total, weight) in pairs if weight > 0}
 
 
-def perf_metrics(started: float, tokens: int) -> dict[str, float]:
-    """Of a step that began at `started` and read `tokens` tokens, and the memory of the rank that needs most.
+def check_finite(metrics: dict):
+    """Raises InputError, before the update, if a step's loss or gradient norm is not finite."""
+    loss = metrics["loss"]
+    grad_norm = metrics["grad_norm"]
+    if not math.isfinite(loss + grad_norm):
+        raise InputError(f"step {metrics['step']}: loss {loss}, gradient norm {grad_norm}; lower --lr")
 
-    It is in GiB since the process began: CUDA allocations, or resident memory.
+
+def perf_metrics(started: float, tokens: int) -> dict[str, float]:
+    """Returns the time and throughput of a step that began at `started`, and the peak memory.
+
+    The peak is in GiB, since the process started, and of the rank that needs most: allocated CUDA memory or,
+    on the CPU, resident memory.
     """
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated() / 2**30
     else:
-        unit = 2**30 if sys.platform == "darwin" else 2**20  # of bytes or KiB
+        unit = 2**30 if sys.platform == "darwin" else 2**20  # macOS counts bytes, Linux KiB
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     seconds = time.perf_counter() - started
     return {
-        "perf/peak_memory": max(utils.gather(peak)),
+        "perf/peak_memory": max(gather(peak)),
         "perf/step_time": seconds,
         "perf/tokens_per_second": tokens / seconds,
     }
 
 
-def write(path: Path, text: str):
-    """Replaces a file as a whole: a reader, or a run that is killed, never sees half of it."""
-    unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
-
-
 def evaluation_means(evaluation) -> dict[str, float]:
-    """Of a script's Evaluation, without the standard errors."""
+    """Returns the means of an evaluation, without their standard errors."""
     return {name: mean for name, (mean, _) in evaluation.statistics.items()}
 
 
 class Log:
-    """metrics.jsonl, and the same in TensorBoard, on rank 0. What was written from `start` on is removed.
+    """Writes a run's metrics to metrics.jsonl and TensorBoard, and shows its progress, on rank 0."""
 
-    before: the evaluation before training, TensorBoard's step 0.
-    """
+    def __init__(self, args, folder: Path, start: int, before):
+        """start: the number of completed steps. Metrics of later steps, from before a resume, are removed.
 
-    def __init__(self, folder: Path, start: int, before):
+        before: the evaluation before training, which TensorBoard shows at step 0.
+        """
         self.folder = folder
-        self.steps = start  # that are made
+        self.num_steps = args.num_steps
         if not is_main():
             return
-        self.path = folder / "metrics.jsonl"  # there from the first step on
+        self.bar = tqdm(total=args.num_steps, initial=start)
+        self.path = folder / "metrics.jsonl"  # created by the first step; one line for each step
         self.writer = SummaryWriter(folder, purge_step=start)
+        rows = [f"|{name}|{value}|" for name, value in vars(args).items()]
+        self.writer.add_text("hyperparameters", "\n".join(["|flag|value|", "|-|-|", *rows]), start)
         if start:
-            lines = self.path.read_text().splitlines(keepends=True)  # one for each step
-            write(self.path, "".join(lines[:start]))
+            self.path.touch()  # somebody may have removed it
+            lines = self.path.read_text().splitlines()[:start]
+            write_file(self.path, "".join(f"{line}\n" for line in lines))
         else:
-            self.write_points(evaluation_means(before))
+            self.write_tensorboard(evaluation_means(before), 0)
 
     def write(self, metrics):
-        """metrics: {name: number} of a step, `step` among them."""
+        """Writes the metrics of a step."""
         if is_main():
-            with self.path.open("a") as file:
-                file.write(json.dumps(metrics) + "\n")
-            self.write_points(metrics)
-            self.steps += 1
+            with library_errors(f"{self.path} could not be written"):
+                with self.path.open("a") as file:
+                    file.write(json.dumps(metrics) + "\n")
+                self.write_tensorboard(metrics, metrics["step"])
+            self.bar.set_postfix(loss=metrics["loss"], grad_norm=metrics["grad_norm"], refresh=False)
+            self.bar.update()
 
-    def write_points(self, values):
-        """Into TensorBoard."""
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, self.steps)
-        self.writer.flush()  # a killed run has all steps there
+    def write_tensorboard(self, metrics, step: int):
+        for name, number in metrics.items():
+            self.writer.add_scalar(name, number, step)
+        self.writer.flush()  # so that a killed run loses no step
 
+    def report(self, before, after):
+        """Prints what training has changed. Writes summary.json, and outputs.json in AlpacaEval's format.
 
-def report(log: Log, before, after):
-    """Prints what training changed; writes summary.json, and outputs.json for AlpacaEval.
-
-    before, after: a script's evaluations: statistics {name: (mean, standard error)}, and samples.
-    """
-    if not is_main():
-        return
-    folder = log.folder
-    log.write_points(evaluation_means(after))
-    summary = {"before": before.statistics, "after": after.statistics}
-    write(folder / "summary.json", json.dumps(summary, indent=2))
-    outputs = []
-    for sample in after.samples:
-        outputs.append({"instruction": question(sample), "output": sample.text, "generator": folder.name})
-    if outputs:
-        write(folder / "outputs.json", json.dumps(outputs, indent=2, ensure_ascii=False))
-    print(f"\n{'mean ± standard error':24}{'before':>20}{'after':>20}")
-    for key, (mean, error) in after.statistics.items():
-        first_mean, first_error = before.statistics[key]
-        print(f"{key:24}{first_mean:10.3f} ± {first_error:7.3f}{mean:10.3f} ± {error:7.3f}")
-    for first, last in zip(before.samples[:4], after.samples):
-        print(f"\nprompt: {question(last)}")
-        print(f"before: {first.text}  [reward {first.reward:.2f}]")
-        print(f"after: {last.text}  [reward {last.reward:.2f}]")
-    print(f"\nwrote {folder}")
-
-
-def question(sample: utils.Example) -> str:
-    """The prompt, or its last message."""
-    return utils.as_messages(sample.prompt)[-1]["content"]
+        before, after: the evaluations before and after training.
+        """
+        if not is_main():
+            return
+        self.bar.close()
+        self.write_tensorboard(evaluation_means(after), self.num_steps)
+        summary = {"before": before.statistics, "after": after.statistics}
+        write_file(self.folder / "summary.json", json.dumps(summary, indent=2))
+        outputs = []
+        for sample in after.samples:
+            output = {"instruction": sample.question, "output": sample.text, "generator": self.folder.name}
+            outputs.append(output)
+        if outputs:
+            write_file(self.folder / "outputs.json", json.dumps(outputs, indent=2, ensure_ascii=False))
+        print(f"\n{'mean ± standard error':24}{'before':>20}{'after':>20}")
+        for name, (mean, error) in after.statistics.items():
+            first_mean, first_error = before.statistics[name]
+            print(f"{name:24}{first_mean:10.3f} ± {first_error:7.3f}{mean:10.3f} ± {error:7.3f}")
+        for first, last in zip(before.samples[:4], after.samples):
+            print(f"\nprompt: {last.question}")
+            for name, sample in (("before", first), ("after", last)):
+                reward = "" if sample.reward is None else f"  [reward {sample.reward:.2f}]"
+                print(f"{name}: {sample.text}{reward}")
+        print(f"\nwrote {self.folder}")

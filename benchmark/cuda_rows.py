@@ -1,6 +1,6 @@
-"""Rows of cuda_check.py that measure one part alone. Each returns a figure, or raises what is wrong.
+"""Measures single parts for cuda_check.py. A row returns a figure, or raises an error that says the fault.
 
-The model has random weights, 1.5 billion on a GPU. A pass has eight sequences, forward and backward.
+The model has random weights, on a GPU 1.5 billion. A pass is forward and backward of eight sequences.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from memory import read_config
 from scripts import load_script, parse_args
 from transformers import AutoModelForCausalLM
 
+import run
 import utils
 
 CUDA = torch.cuda.is_available()
@@ -24,13 +25,14 @@ DPO = load_script("dpo")
 
 
 def need(holds: bool, problem: str):
+    """Raises ValueError if a condition does not hold."""
     if not holds:
         raise ValueError(problem)
 
 
 def build(dtype: torch.dtype):
-    """A model with the attention that the scripts choose; `chosen` says why no faster one."""
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as `setup` does
+    """Builds a model with the attention that the scripts choose, which `chosen` names with the reasons."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as in `run.setup`
     config = read_config(DPO, "--model", MODEL, False)
     with DEVICE:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -39,7 +41,7 @@ def build(dtype: torch.dtype):
 
 
 def draw_batches(count: int) -> list[tuple]:
-    """Token ids and mask of each."""
+    """Returns batches of random tokens, (input_ids, mask) each."""
     draw = random.Random(0)
     examples = []
     for _ in range(8 * count):
@@ -49,7 +51,7 @@ def draw_batches(count: int) -> list[tuple]:
 
 
 def timed(function, *args) -> tuple:
-    """Seconds, and the tensors that it returns."""
+    """Calls a function. Returns its seconds and the tensors that it returns."""
     started = time.perf_counter()
     tensors = function(*args)
     tensors[-1].sum().item()  # waits for the GPU
@@ -57,7 +59,7 @@ def timed(function, *args) -> tuple:
 
 
 def run_pass(model, batch: tuple) -> list:
-    """Log-probs, and all gradients."""
+    """Makes a pass. Returns the log-probs and all gradients."""
     model.zero_grad()
     logps = utils.token_logps(model, *batch)
     logps.sum().backward()
@@ -65,7 +67,7 @@ def run_pass(model, batch: tuple) -> list:
 
 
 def run_passes(model, batches: list[tuple]) -> tuple:
-    """The median of their seconds, without the first one's, and what the last one gives."""
+    """Makes passes. Returns the median of their seconds without the first, and the results of the last."""
     seconds = []
     for batch in batches:
         time_of_pass, results = timed(run_pass, model, batch)
@@ -74,7 +76,7 @@ def run_passes(model, batches: list[tuple]) -> tuple:
 
 
 def compare(results: list, others: list) -> tuple[float, float]:
-    """The mean difference of log-probs in nats, and the relative one of all gradients together."""
+    """Returns the mean difference of log-probs in nats, and the relative difference of all gradients."""
     nats = (results[0] - others[0]).abs().mean().item()
     off = sum((a - b).double().square().sum() for a, b in zip(results[1:], others[1:], strict=True))
     all_of_it = sum(gradient.double().square().sum() for gradient in others[1:])
@@ -83,13 +85,13 @@ def compare(results: list, others: list) -> tuple[float, float]:
 
 # === Attention ===
 def attention() -> str:
-    """The one that the scripts choose in bf16, beside slower ones: it is as near to fp32 as padding is."""
+    """Compares the attention that the scripts choose in bf16 with slower ones, and with fp32 and padding."""
     names = ["sdpa", "loop", "varlen"] if CUDA else ["sdpa", "loop"]
     batches = draw_batches(6)
     model = build(torch.bfloat16)
     exact = build(torch.float32)
     exact.load_state_dict(model.state_dict())
-    exact.set_attn_implementation("sdpa")  # with padding, as transformers has it
+    exact.set_attn_implementation("sdpa")  # with padding, as in transformers
     expected = run_pass(exact, batches[-1])
     need(model.chosen == names[-1], f"{model.chosen}, and not {names[-1]}")
     times = {}
@@ -106,7 +108,7 @@ def attention() -> str:
 
 
 def plans() -> str:
-    """cuDNN's attention makes a plan for nearly every new length, so `setup` switches it off."""
+    """Compares the loop with and without cuDNN's attention, which compiles a plan for most new lengths."""
     model = build(torch.bfloat16)
     model.set_attn_implementation("loop")
     times = {}
@@ -121,16 +123,16 @@ def plans() -> str:
 # === The process ===
 @contextlib.contextmanager
 def started_script(*flags):
-    """DPO on the toy, in the dtype of this machine, until its models are loaded."""
+    """Starts DPO on the toy, in the default dtype of this machine, and loads its models."""
     args = parse_args(DPO, ["--dtype", "auto", *flags])
-    _, _, device = DPO.setup(args)
-    policy, reference = DPO.load_models(args, getattr(torch, args.dtype), device)
+    _, _, device = run.setup(args, args.batch_size)
+    policy, reference = DPO.load_models(args, device, longest=64)
     yield args, device, policy, reference
     dist.destroy_process_group()
 
 
 def process_state(policy) -> dict:
-    """What vLLM could change, and by how much the cosines of 4,096 positions are off."""
+    """Returns the settings that vLLM could change, and the error of RoPE's cosines at 4,096 positions."""
     state = {"products in": torch.get_float32_matmul_precision()}
     if CUDA:
         state["cuDNN's attention"] = torch.backends.cuda.cudnn_sdp_enabled()
@@ -141,25 +143,26 @@ def process_state(policy) -> dict:
     found, _ = rope(torch.zeros(1, device=policy.device), positions[None])
     cosines = torch.outer(positions.double(), rope.inv_freq.double()).cos()
     error = (found[0, :, : cosines.shape[1]] - cosines).abs().max().item()
-    state["RoPE off by"] = f"{error:.0e}"  # with TF32 by 1
+    state["RoPE off by"] = f"{error:.0e}"  # with TF32: 1
     need(error < 1e-3, str(state))
     return state
 
 
 def precision() -> str:
+    """Checks that products are in full fp32, and the settings of a GPU."""
     with started_script() as (_, _, policy, _):
         state = process_state(policy)
-    expected = ["highest", False, True]  # without a GPU the first alone
+    expected = ["highest", False, True]  # without a GPU only the first
     need(list(state.values())[:-1] == expected[: len(state) - 1], str(state))
     return ", ".join(f"{name} {value}" for name, value in state.items())
 
 
 @torch.no_grad()
 def sync() -> str:
-    """Behind it the reference's next pass is the policy's."""
+    """Checks that after a sync the reference's next pass is the policy's."""
     with started_script() as (_, _, policy, reference):
         for weight in policy.parameters():
-            weight.to_local().mul_(1.1)  # this changes log-probs by about 1
+            weight.to_local().mul_(1.1)  # changes log-probs by about 1
         DPO.sync_reference(reference, policy)
         ours, theirs = (utils.token_logps(model, *draw_batches(1)[0]) for model in (policy, reference))
         nats = (ours - theirs).abs().max().item()
@@ -168,19 +171,19 @@ def sync() -> str:
 
 
 def engine() -> str:
-    """vLLM leaves the process as it was; asleep it gives its memory back, and awake it has the policy."""
+    """Checks that vLLM changes no setting, sleeps without memory, and wakes with the policy's weights."""
     with started_script("--engine", "vllm", "--max-new-tokens", "24") as (args, device, policy, _):
-        tokenizer, eos_ids = utils.load_tokenizer(args.model)
+        tokenizer, eos_ids = utils.load_tokenizer(args)
         prompts = [utils.Example("rose", utils.encode(tokenizer, eos_ids, "rose")[0])] * 16
-        sampler = DPO.make_sampler(args, tokenizer, eos_ids, getattr(torch, args.dtype), device)
+        sampler = utils.Sampler(args, tokenizer, eos_ids, device, longest=64)
         before = process_state(policy)
         start = used()
-        sampler.sample(policy, prompts, 1, (1, 0))  # raises if the engine is another model
+        sampler.sample(policy, prompts, 1, (1, 0))  # raises if the engine has another model
         asleep = used() - start
         if CUDA:
-            sampler.running.llm.wake_up()
+            sampler.engine.llm.wake_up()
             awake = used() - start
-            sampler.running.llm.sleep(level=2)
+            sampler.engine.llm.sleep(level=2)
         _, metrics = sampler.sample(policy, prompts, 1, (1, 1))
         again = used() - start
         after = process_state(policy)
@@ -193,7 +196,7 @@ def engine() -> str:
 
 
 def used() -> float:
-    """GiB of the GPU."""
+    """Returns the used memory of the GPU in GiB."""
     if not CUDA:
         return 0.0
     torch.cuda.empty_cache()
@@ -203,13 +206,13 @@ def used() -> float:
 
 # === Head, compiled blocks, memory ===
 def run_head(targets, hidden, weight) -> list:
-    """Log-probs, and gradients of the factors."""
+    """Returns the log-probs, and the gradients of both factors."""
     logps = utils.HeadLogps.apply(hidden, targets, weight, None, None, 1.0)
     return [logps.detach(), *torch.autograd.grad(logps.sum(), [hidden, weight])]
 
 
 def head() -> str:
-    """Factors in bf16, whose products a GPU sums in fp32, beside factors in fp32."""
+    """Compares factors in bf16, whose products a GPU sums in fp32, with factors in fp32."""
     N, D, V = HEAD
     torch.manual_seed(0)
     hidden = torch.randn(N, D, device=DEVICE).bfloat16()
@@ -230,7 +233,7 @@ def head() -> str:
 
 
 def compiled() -> str:
-    """Blocks as --compile makes them give the same, and are not compiled again for other lengths."""
+    """Checks that blocks with --compile give the same, and are not compiled again for other lengths."""
     model = build(torch.bfloat16 if CUDA else torch.float32)
     batches = draw_batches(10)
     plain_seconds, plain = run_passes(model, batches)
@@ -251,7 +254,7 @@ def compiled() -> str:
 
 
 def segments() -> str:
-    """What the allocator holds over passes of other lengths, with segments that grow and without."""
+    """Compares the reserved memory for passes of different lengths, with and without growing segments."""
     model = build(torch.bfloat16)
     held = []
     for setting in ("False", "True"):

@@ -1,18 +1,19 @@
-# ruff: noqa: E402 (imports take their share of the half minute)
-"""Will it fit? The peak memory of one GPU, estimated from shapes: without a GPU, without weights or data.
+# ruff: noqa: E402 (the imports count as a part of the seconds)
+"""Estimates the peak memory per GPU of a run from shapes, without a GPU, weights or data.
 
     python benchmark/memory.py --model llama-3-8b --ranks 4 --micro-batch-tokens 5000 --gradient-checkpointing
 
---model and --reward-model: a folder or Hub name, of which config.json alone is read, or llama-3-8b,
-qwen2.5-1.5b, gemma-2-27b, llama-26m or toy. All flags but those of `Own` are the script's, and default to the
-paper's settings. One step of the script runs on fake tensors as one of --ranks ranks, and torch's
-FSDPMemTracker adds up what is alive: the script's own sharding, log-probs and loss, sequences of --max-length
-tokens, and gradients from the pass before where a step takes several. "auto" is bfloat16 for --dtype and vLLM
-for --engine, as on CUDA.
+--model and --reward-model are a folder or a Hub name, of which only config.json is read, or llama-3-8b,
+qwen2.5-1.5b, gemma-2-27b, llama-26m or toy. All flags but those of `Own` are the script's, with the paper's
+settings as defaults. "auto" means bfloat16 for --dtype and vLLM for --engine, as on CUDA. One step runs on
+fake tensors, as one of --ranks ranks, with the script's own sharding, log-probs and loss. All sequences have
+--max-length tokens. If a step has several micro-batches, this is one with the gradients of an earlier one.
+torch's FSDPMemTracker adds up the tensors that are alive.
 
-Not modelled: the CUDA context and libraries; NCCL's buffers; fragmentation; workspaces of kernels; a forward
-pass that gathers the next unit early; what vLLM keeps asleep; activations of the reward model, evaluation,
-KTO's z_0 and transformers' sampling, of which weights and cache are counted; loading, checkpoints, export.
+The estimate does not include the CUDA context and libraries, NCCL's buffers, fragmentation, workspaces of
+kernels, a unit that is gathered early, the memory of a sleeping vLLM, loading, checkpoints and export. It
+includes weights and cache of the reward model and of transformers' sampling, but not their activations, nor
+those of evaluation and of KTO's z_0.
 """
 
 import time
@@ -54,21 +55,21 @@ PRESETS = {
     "llama-3-8b": ("llama", 128256, 4096, 14336, 32, 32, 8, 128, 8192, False),
     "qwen2.5-1.5b": ("qwen2", 151936, 1536, 8960, 28, 12, 2, 128, 32768, True),
     "gemma-2-27b": ("gemma2", 256000, 4608, 36864, 46, 32, 16, 128, 8192, True),
-    "llama-26m": ("llama", 32000, 384, 1024, 8, 6, 6, 64, 2048, True),  # for step.py on a CPU
+    "llama-26m": ("llama", 32000, 384, 1024, 8, 6, 6, 64, 2048, True),  # the default of step.py on a CPU
 }
 
 
 @dataclass
 class Own:
     script: Literal["dpo", "kto", "grpo", "grpo_math"] = "dpo"  # <script>_humanline.py
-    ranks: int = 4  # GPUs
-    completion_share: float = 0.5  # of a sequence's tokens
-    gpu_memory: float = 80.0  # GiB of a GPU, for vLLM's share of it
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # print one JSON object, in GiB
+    ranks: int = 4  # number of GPUs
+    completion_share: float = 0.5  # fraction of a sequence's tokens that belong to the completion
+    gpu_memory: float = 80.0  # GiB of a GPU; vLLM uses --vllm-memory of it
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # print a JSON object, in GiB
 
 
 class Stand(TorchDispatchMode):
-    """Values that fake tensors lack: a mask selects `count` rows, a number is 1, a truth is False."""
+    """Gives fake tensors values: a mask selects `count` rows, a number is 1, and a truth value is False."""
 
     def __init__(self, count: int):
         super().__init__()
@@ -82,7 +83,7 @@ class Stand(TorchDispatchMode):
             return args[0].new_empty(args[2])
         if func is aten._local_scalar_dense.default:
             return int(args[0].dtype != torch.bool)
-        if func is aten.logsumexp.default:  # holds a copy of its input, unseen in a single operator
+        if func is aten.logsumexp.default:  # it copies its input, which the tracker does not see
             tensor, dim = args[:2]
             shifted = tensor - tensor.amax(dim, keepdim=True)
             return shifted.exp_().sum(*args[1:])
@@ -90,18 +91,18 @@ class Stand(TorchDispatchMode):
 
 
 def parse(flags: list[str]):
-    """Our flags; the script's, checked as in a run of that many ranks; the script."""
+    """Parses the flags. Returns our own, the script's, which are checked as in a run, and the script."""
     own, rest = tyro.cli(Own, args=flags, description=__doc__, return_unknown_args=True)
     script = load_script(own.script)
     with contextlib.redirect_stdout(sys.stderr):
         args = parse_args(script, rest)
     if own.ranks < 1 or not 0 < own.completion_share < 1:
-        run.fail("--ranks must be at least 1, and --completion-share between 0 and 1")
+        raise run.InputError("--ranks must be at least 1, and --completion-share between 0 and 1")
     if own.script == "grpo_math":
         own.batch_size = args.prompts_per_step * args.group_size
     else:
         own.batch_size = args.batch_size
-    args.dataset = "any"  # not read
+    args.dataset = "any"  # it is not read
     args.output_dir = ""
     with patch.dict(os.environ, WORLD_SIZE=str(own.ranks)):
         run.check_flags(args, own.batch_size)
@@ -111,18 +112,18 @@ def parse(flags: list[str]):
 
 
 def read_config(script, flag: str, name: str, trust_remote_code: bool):
-    """The configuration of a folder or a preset, without dropout and with Gemma 2's attention in eager."""
+    """Returns the config of a folder, Hub name or preset, without dropout. Gemma 2 gets eager attention."""
     if name == "toy":
         key = flag.removeprefix("--").replace("-", "_")
         name = script.TOY[key]
     if name in PRESETS:
         config = AutoConfig.for_model(**dict(zip(SHAPE, PRESETS[name])))
     elif (Path(name) / "config.json").exists() or name.count("/") == 1:
-        with run.exit_on_error(f"{flag} {name}"):
+        with run.library_errors(f"{flag} {name}"):
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     else:
-        known = ", ".join(PRESETS)
-        run.fail(f"{flag} {name} is neither a folder with a config.json, a Hub name, nor one of {known}, toy")
+        known = ", ".join([*PRESETS, "toy"])
+        raise run.InputError(f"{flag} {name}: pass a folder with config.json, a Hub name, or one of {known}")
     text = config.get_text_config()
     for key, value in text.to_dict().items():
         if "drop" in key and isinstance(value, float):
@@ -133,8 +134,8 @@ def read_config(script, flag: str, name: str, trust_remote_code: bool):
 
 
 def train(own: Own, args, script, config, reference_dtype: torch.dtype) -> tuple[dict, list[int]]:
-    """Bytes by part at the peak of a training step, and the elements of each of the model's parameters."""
-    sides = 2 if own.script == "dpo" else 1  # sequences of an item of the batch
+    """Makes a step. Returns its peak memory, {part: bytes}, and the sizes of the model's parameters."""
+    sides = 2 if own.script == "dpo" else 1  # sequences per item of the batch
     T = args.max_length
     lengths = [sides * T] * own.batch_size
     micro_batches = utils.make_micro_batches(lengths, own.ranks, args.micro_batch_tokens)
@@ -157,7 +158,7 @@ def train(own: Own, args, script, config, reference_dtype: torch.dtype) -> tuple
     with fake, stand:
         for parameter in policy.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        update()  # makes the moments
+        update()  # creates Adam's moments
         if len(micro_batches) == own.ranks:
             optimizer.zero_grad()
         input_ids = torch.zeros(B, T, dtype=torch.long)
@@ -166,7 +167,7 @@ def train(own: Own, args, script, config, reference_dtype: torch.dtype) -> tuple
     tracker.track_inputs([parameter.to_local() for parameter in reference.parameters()])
 
     def snapshot(when: str) -> dict[str, int]:
-        """{kind of memory: bytes}."""
+        """Returns {kind of memory: bytes}."""
         kinds = tracker.get_tracker_snapshot(when)[CPU]
         return {getattr(kind, "name", kind): count for kind, count in kinds.items()}
 
@@ -186,7 +187,7 @@ def train(own: Own, args, script, config, reference_dtype: torch.dtype) -> tuple
 
 
 def build_model(args, script, config, dtype: torch.dtype, fake: FakeTensorMode):
-    """A model of fake tensors, sharded as the script shards it."""
+    """Builds a model of fake tensors, sharded by the script."""
     with fake, no_init_weights():
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, trust_remote_code=args.trust_remote_code
@@ -196,7 +197,7 @@ def build_model(args, script, config, dtype: torch.dtype, fake: FakeTensorMode):
 
 
 def peak_parts(peak: dict[str, int], activations: int, optimizer) -> dict[str, int]:
-    """Bytes by part at the peak."""
+    """Returns {part: bytes} at the peak."""
     moments = 0
     for state in optimizer.state.values():
         moments += state["exp_avg"].to_local().nbytes + state["exp_avg_sq"].to_local().nbytes
@@ -206,24 +207,23 @@ def peak_parts(peak: dict[str, int], activations: int, optimizer) -> dict[str, i
         "gradients": peak["SHARDED_GRAD"],
         "Adam moments": moments,
         "reference": peak["INP"],
-        "activations": min(activations, peak["ACT"]),  # for the backward pass
+        "activations": min(activations, peak["ACT"]),  # kept for backward
         "gathered units": sum(peak[kind] for kind in gathered),
     }
-    # The rest: logits, a block computed again, gradients.
+    # The rest: logits, activations of a block that backward computes again, and gradients of activations
     parts["head, temporaries"] = peak["Total"] - sum(parts.values())
     return parts
 
 
 @contextlib.contextmanager
 def without_checks():
-    """Turns off what needs the values of fake tensors, and what would be counted but is not there on CUDA."""
-    # Fake positions might be those of packed sequences: attention would get a mask, and keys repeated for its
-    # heads.
+    """Switches off what needs the values of tensors, and what CUDA would not allocate."""
+    # transformers would take fake positions for packed sequences, and make a mask and repeated keys.
     unpacked = patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
     product = patch.object(utils, "matmul_fp32", matmul_on_cuda)
     propagate = ShardingPropagator.propagate_op_sharding_non_cached
 
-    def unseen(*schema):  # DTensor works out shapes with tensors of the whole parameter
+    def unseen(*schema):  # DTensor finds shapes with tensors that have the size of the whole parameter
         with _disable_current_modes():
             return propagate(*schema)
 
@@ -232,28 +232,28 @@ def without_checks():
 
 
 def matmul_on_cuda(a, b):
-    """Without copies of bf16 factors in fp32."""
+    """Returns the product, without copies of bf16 factors in fp32."""
     return a.new_empty(len(a), b.shape[1], dtype=torch.promote_types(a.dtype, torch.float32))
 
 
 def fake_loss(own: Own, args, script, log_ratio, mask):
-    """The script's loss of a pass, all examples alike."""
+    """Computes the script's loss of a micro-batch of equal examples."""
     clipped = log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)
     numbers = torch.zeros(len(mask))
     if own.script == "dpo":
-        losses, _ = script.dpo_loss(clipped, mask, args.beta)
+        losses, *_ = script.dpo_loss(clipped, mask, args.beta)
     elif own.script == "kto":
         weights = (args.beta, args.lambda_D, args.lambda_U)
-        losses, _ = script.kto_loss(clipped, mask, numbers.bool(), 0.0, *weights)
+        losses, *_ = script.kto_loss(clipped, mask, numbers.bool(), 0.0, *weights)
     else:
         losses, *_ = script.grpo_loss(clipped, log_ratio, numbers, args.beta, args.epsilon)
     return losses.sum()
 
 
 def estimate(own: Own, args, script) -> dict[str, dict[str, float]]:
-    """{phase: {part: GiB}}: a training step and, if the run samples, sampling."""
+    """Returns {phase: {part: GiB}} for a training step and, if the run samples, for sampling."""
     config = read_config(script, "--model", args.model, args.trust_remote_code)
-    dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32  # of all but the policy
+    dtype = utils.storage_dtype(args)
     reward_model = None
     if getattr(args, "reward_model", ""):
         reward_model = build_reward_model(args, script)
@@ -262,21 +262,19 @@ def estimate(own: Own, args, script) -> dict[str, dict[str, float]]:
     dist.destroy_process_group()
     phases = {"training": training}
     if own.script == "grpo_math" or args.online or (args.eval_dataset and args.eval_samples):
-        sampling = {}
-        for name in ("parameters", "Adam moments", "reference"):
-            sampling[name] = training[name]
-        if reward_model:  # it is on the CPU while training
+        sampling = {name: training[name] for name in ("parameters", "Adam moments", "reference")}
+        if reward_model:  # while the policy trains, it is on the CPU
             sampling["reward model"] = reward_model.num_parameters() * dtype.itemsize
         sampling["gathered units"] = 4 * max(sizes)
         weights = sum(sizes) * dtype.itemsize
         if args.engine == "hf":
             training["engine"] = weights
             sampling["engine"] = weights + cache_bytes(args, config, dtype)
-        else:  # asleep while training
+        else:  # vLLM sleeps while the policy trains
             sampling["engine"] = int(args.vllm_memory * own.gpu_memory * GIB)
             if sampling["engine"] < weights:
                 share = weights / GIB / own.gpu_memory
-                warning = f"warning: the weights alone are {share:.2f} of a GPU; raise --vllm-memory"
+                warning = f"warning: the weights alone need {share:.2f} of a GPU; raise --vllm-memory"
                 print(warning, file=sys.stderr)
         phases["sampling"] = sampling
     gib = {}
@@ -286,17 +284,16 @@ def estimate(own: Own, args, script) -> dict[str, dict[str, float]]:
 
 
 def build_reward_model(args, script):
-    """Without weights."""
-    config = read_config(script, "--reward-model", args.reward_model, args.trust_remote_code)
+    """Builds the reward model without weights."""
+    trust = args.trust_remote_code
+    config = read_config(script, "--reward-model", args.reward_model, trust)
     config.num_labels = 1
     with torch.device("meta"), no_init_weights():
-        return AutoModelForSequenceClassification.from_config(
-            config, trust_remote_code=args.trust_remote_code
-        )
+        return AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust)
 
 
 def cache_bytes(args, config, dtype: torch.dtype) -> int:
-    """Keys and values of a batch that transformers samples."""
+    """Returns the bytes of keys and values while transformers samples a batch."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or math.inf
     length = min(args.max_prompt_length + args.max_new_tokens, positions)
@@ -315,15 +312,16 @@ def main(flags: list[str]):
         found = {"parts": phases[worst], "peak": peaks[worst], "phases": phases, "seconds": seconds}
         print(json.dumps(found))
         return
-    names = {}  # of the parts, each once
+    names = {}  # the parts of all phases
     for parts in phases.values():
         names |= parts
     print(f"{'GiB per GPU':20}", *[f"{phase:>10}" for phase in phases], sep="")
     for name in names:
         print(f"{name:20}", *[f"{parts.get(name, 0):10.2f}" for parts in phases.values()], sep="")
     print(f"{'peak':20}", *[f"{peak:10.2f}" for peak in peaks.values()], sep="")
-    print(f"{seconds:.0f} s; --help says what is not modelled")
+    print(f"{seconds:.0f} s; --help says what the estimate does not include")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with run.exit_on_input_error():
+        main(sys.argv[1:])

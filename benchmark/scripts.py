@@ -1,4 +1,4 @@
-"""What the benchmarks share: the repository, its scripts and their flags, and where they run."""
+"""Loads the scripts for the benchmarks, and describes the machine."""
 
 import importlib
 import platform
@@ -16,24 +16,18 @@ import run  # noqa: E402
 
 
 def load_script(name: str):
-    """The module of dpo, kto, grpo or grpo_math."""
+    """Returns the module of dpo, kto, grpo or grpo_math."""
     return importlib.import_module(f"{name}_humanline")
 
 
 def parse_args(script, flags: list[str]):
-    """The script's flags, as in a run."""
-    return run.parse_args(
-        script.Args,
-        file=script.__file__,
-        doc=script.__doc__,
-        toy=script.TOY,
-        toy_online=getattr(script, "TOY_ONLINE", {}),
-        flags=flags,
-    )
+    """Parses the flags of a script as in a run."""
+    defaults = dict(toy=script.TOY, toy_online=getattr(script, "TOY_ONLINE", {}), paper=script.PAPER)
+    return run.parse_args(script.Args, script.__file__, script.__doc__, **defaults, flags=flags)
 
 
 def machine() -> dict:
-    """The device, this checkout's commit, and versions."""
+    """Returns the name of the device, the commit of this checkout, and versions."""
     device = platform.processor()
     info = Path("/proc/cpuinfo")
     if torch.cuda.is_available():
@@ -50,6 +44,6 @@ def machine() -> dict:
 
 
 def describe_commit(folder: Path) -> str:
-    """The commit of a checkout, "" if it is none."""
+    """Returns the commit of a checkout, or "" for another folder."""
     command = ["git", "describe", "--always", "--dirty"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()

@@ -1,24 +1,28 @@
-"""How long does a training step take, how much memory, and how much beside another version or TRL?
+"""Measures the time and memory of a training step, beside another version of the scripts or TRL.
 
-    python benchmark/step.py --arms k=1 --against ../old  # this checkout beside another one, such as a clone
-    python benchmark/step.py                              # humanline at k=1 beside offline
-    python benchmark/step.py --ranks 2 --trl              # and TRL's DPOTrainer, on two ranks each
+    python benchmark/step.py --arms k=1 --against ../old  # this checkout beside another one
+    python benchmark/step.py                              # humanline with k=1 beside offline
+    python benchmark/step.py --ranks 2 --trl              # also TRL's DPOTrainer, all on two ranks
 
 All flags but those of `Own` are the script's; with --against both versions must have them. --model is a
-preset of memory.py, toy, or a folder with a config.json: its shape, with random weights. The data are random
-words in the lengths of 16 real pairs, one batch, so that every step has the same; 4 pairs are a pass.
+preset of memory.py, toy, or a folder with a config.json. The model has this shape and random weights. The
+data are one batch of random words with the lengths of 16 real pairs, so all steps are equal. A micro-batch
+has 4 pairs.
 
-A run of an arm is the script as a user starts it, whose metrics.jsonl is read; its first step warms up. Runs
-take turns, A B A B, --rounds times. TRL's trainer gets the same token ids, pairs in a pass, dtype and
-optimizer's settings, and pads its passes.
+An arm runs its script as a user does, and its metrics.jsonl is read. The first step of a run is for warming
+up. The arms take turns, A B A B, --rounds times. TRL's trainer gets the same token ids, pairs in a
+micro-batch, dtype and settings of the optimizer, and pads its micro-batches.
 
-seconds: of a step. CPU s: user and system time of a run and its start, all ranks. GiB: a rank's peak since it
-began (CUDA: allocations, else resident memory). All are medians. time: to the first arm's step of the same
-round and number, median. memory: to the first arm's.
-efficiency: FLOPs / (seconds x ranks x FLOP/s of a matrix product in the same dtype and threads, measured
-before every round). The real tokens need 8 FLOPs for each weight of the decoder (2 in the policy's forward
-pass, 4 in its backward pass, 2 in the reference's forward pass), completion tokens 8 for each of the head's
-too; KTO 12, as if z_0's passes were as long as the batch. Attention does not count.
+seconds     of a step, median
+CPU s       user and system time of a run from its start, all ranks, median
+GiB         peak of a rank since its start, median (CUDA: allocated memory; CPU: resident memory)
+time        relative to the step of the first arm in the same round, median
+memory      relative to the first arm
+efficiency  FLOPs / (seconds x ranks x FLOP/s of a matrix product in the same dtype and threads)
+
+The product is measured before every round. A token needs 8 FLOPs per weight of the decoder: 2 in the
+policy's forward pass, 4 in its backward pass, 2 in the reference's. A completion token also needs 8 per
+weight of the head. KTO needs 12, as if z_0's passes were as long as the batch. Attention does not count.
 """
 
 import contextlib
@@ -48,10 +52,10 @@ import run
 import utils
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PASS = 4  # pairs
-# Tokens of prompt, chosen, rejected: the first 16 pairs of LLaMA-Factory's data/dpo_en_demo.json with at most
-# 512 in a sequence, by the SentencePiece tokenizer of 32,000 that mistral_common ships, and Zephyr's chat
-# template.
+PASS = 4  # pairs in a micro-batch
+# Tokens of prompt, chosen and rejected of 16 pairs: the first ones in LLaMA-Factory's data/dpo_en_demo.json
+# with at most 512 tokens in a sequence. The tokens are those of Zephyr's chat template and the SentencePiece
+# tokenizer with 32,000 tokens that comes with mistral_common.
 PAIRS = """
 40 357 121, 26 440 155, 193 64 150, 50 13 78, 162 2 80, 55 386 244, 28 272 33, 64 45 24,
 35 278 56, 54 62 85, 190 39 111, 43 23 178, 105 211 263, 113 46 42, 74 64 115, 113 211 331
@@ -62,41 +66,36 @@ PAIRS = [[int(count) for count in pair.split()] for pair in PAIRS.split(",")]
 @dataclass
 class Own:
     script: Literal["dpo", "kto", "grpo"] = "dpo"  # <script>_humanline.py
-    arms: tuple[str, ...] = ("offline", "k=1")  # --no-humanline; humanline, synced every N steps
+    arms: tuple[str, ...] = ("offline", "k=1")  # offline: --no-humanline; k=N: a sync every N steps
     against: str = ""  # folder of another checkout, whose scripts run too
-    trl: bool = False  # and TRL's trainer, for DPO
+    trl: bool = False  # TRL's trainer runs too (only DPO)
     ranks: int = torch.cuda.device_count() or 1  # processes of a run
     rounds: int = 2  # runs of an arm
-    steps: int = 2  # timed steps of a run
-    pairs: int = 16  # of a step
-    length: int = 0  # tokens of every sequence, half of them prompt; 0: the real pairs'
-    json: bool = False  # print one JSON object
+    steps: int = 2  # measured steps of a run
+    pairs: int = 16  # pairs of a step
+    length: int = 0  # tokens of every sequence, half of them in the prompt; 0: the lengths of real pairs
+    json: bool = False  # print a JSON object
 
 
 def parse(flags: list[str]):
-    """Our flags, the script's, and what to start it with."""
+    """Parses the flags. Returns our own, the script's, and the flags to start the script with."""
     own, rest = tyro.cli(Own, args=flags, description=__doc__, return_unknown_args=True)
     for arm in own.arms:
         if not re.fullmatch(r"offline|k=[1-9]\d*", arm):
-            run.fail(f"--arms {' '.join(own.arms)}: they are offline or k=N")
+            raise run.InputError(f"--arms {' '.join(own.arms)}: an arm is offline or k=N")
     if own.trl and (own.script != "dpo" or own.pairs % (PASS * own.ranks)):
-        run.fail(f"--trl is for DPO, and for --pairs that are passes of {PASS} on every rank")
-    defaults = {
-        "model": "llama-26m",
-        "dtype": "float32",
-        "batch-size": own.pairs if own.script == "dpo" else 2 * own.pairs,
-        "micro-batch-tokens": 0,  # here: those of 4 pairs
-        "warmup-fraction": 0,
-    }
-    if DEVICE.type == "cuda":
-        defaults |= {"model": "qwen2.5-1.5b", "dtype": "bfloat16"}
-    flags = [f"--{name}={value}" for name, value in defaults.items()] + rest
+        raise run.InputError(f"--trl needs --script dpo and --pairs a multiple of {PASS} x --ranks")
+    model, dtype = ("qwen2.5-1.5b", "bfloat16") if DEVICE.type == "cuda" else ("llama-26m", "float32")
+    batch = own.pairs if own.script == "dpo" else 2 * own.pairs
+    flags = [f"--model={model}", f"--dtype={dtype}", f"--batch-size={batch}", "--warmup-fraction=0"]
+    flags += ["--micro-batch-tokens=0", *rest]  # 0: the tokens of 4 pairs
     args = parse_args(load_script(own.script), flags)
     return own, args, flags
 
 
-def make_model(config, folder: Path) -> list[str]:
-    """Random weights, and the toy's tokenizer. Returns its words."""
+def make_model(config, positions: int, folder: Path) -> list[str]:
+    """Saves a model with random weights and the toy's tokenizer. Returns the words of the tokenizer."""
+    config.max_position_embeddings = max(config.max_position_embeddings, positions)
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy" / "bouquets" / "policy")
     config.eos_token_id = tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
@@ -109,47 +108,44 @@ def make_model(config, folder: Path) -> list[str]:
 
 
 def make_pairs(own: Own, words: list[str], file: Path) -> list[list[int]]:
-    """Writes pairs of random words. Returns their tokens of prompt, chosen and rejected."""
+    """Writes pairs of random words. Returns the numbers of tokens of prompt, chosen and rejected."""
     half = own.length // 2
-    lengths = PAIRS
-    if own.length:
-        lengths = [[half, own.length - half, own.length - half]]
+    lengths = [[half, own.length - half, own.length - half]] if own.length else PAIRS
     pairs = list(islice(cycle(lengths), own.pairs))
     draw = random.Random(0)
     rows = []
     for pair in pairs:
         row = {}
         for column, count, added in zip(("prompt", "chosen", "rejected"), pair, (3, 1, 1)):
-            row[column] = " ".join(draw.choices(words, k=count - added))  # the chat template adds the others
+            row[column] = " ".join(draw.choices(words, k=count - added))  # the chat template adds the rest
         rows.append(json.dumps(row))
     file.write_text("\n".join(rows))
     return pairs
 
 
 def needed_flops(config, tokens: int, completion_tokens: int, kto: bool) -> float:
-    """Of a step."""
+    """Returns the FLOPs that a step needs."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     decoder = model.base_model.num_parameters(exclude_embeddings=True)
     head = model.get_output_embeddings().weight.numel()
-    each = 12 if kto else 8
-    return each * (decoder * tokens + head * completion_tokens)
+    return (12 if kto else 8) * (decoder * tokens + head * completion_tokens)
 
 
 def matmul_rates(dtype: torch.dtype) -> list[float]:
-    """FLOP/s of some products."""
+    """Measures the FLOP/s of matrix products."""
     size = 8192 if DEVICE.type == "cuda" else 1024
     a = torch.randn(size, size, device=DEVICE).to(dtype)
     rates = []
     for _ in range(15):
         started = time.perf_counter()
-        (a @ a)[0, 0].item()  # waits for it
+        (a @ a)[0, 0].item()  # waits for the product
         rates.append(2 * size**3 / (time.perf_counter() - started))
     return rates
 
 
 def run_arm(own: Own, kind: str, checkout: Path, flags: list[str], folder: Path) -> dict[str, list]:
-    """Runs it, in an empty folder. Returns {metric: values of all steps}."""
+    """Runs an arm in an empty folder. Returns {metric: values of all steps}."""
     command = [sys.executable]
     if own.ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={own.ranks}"]
@@ -168,7 +164,7 @@ def run_arm(own: Own, kind: str, checkout: Path, flags: list[str], folder: Path)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if ended.returncode:
         errors = re.findall(r"\w*[eE]rror: .*", ended.stderr) or [ended.stderr.strip()[-200:]]
-        run.fail(f"{kind} in {checkout}: {errors[0]}")
+        raise run.InputError(f"{kind} in {checkout}: {errors[0]}")
     metrics = {"cpu": [after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime]}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         for name, value in json.loads(line).items():
@@ -177,7 +173,7 @@ def run_arm(own: Own, kind: str, checkout: Path, flags: list[str], folder: Path)
 
 
 def measure(flags: list[str]) -> dict:
-    """What --json prints."""
+    """Makes all runs. Returns the object that --json prints."""
     own, args, flags = parse(flags)
     threads = int(os.environ.get("OMP_NUM_THREADS", 1))
     torch.set_num_threads(threads)
@@ -193,12 +189,12 @@ def measure(flags: list[str]) -> dict:
     rates = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        words = make_model(config, folder / "model")
+        words = make_model(config, max(own.length, 512), folder / "model")  # 512: more than the real pairs
         torch.cuda.empty_cache()
         pairs = make_pairs(own, words, folder / "pairs.jsonl")
         lengths = [prompt + side for prompt, *sides in pairs for side in sides]
         share = sum(lengths) / math.ceil(own.pairs / PASS)
-        pass_tokens = args.micro_batch_tokens or math.ceil(1.05 * share)  # passes cannot be quite even
+        pass_tokens = args.micro_batch_tokens or math.ceil(1.05 * share)  # not all are equal
         flags += [f"--model={folder}/model", f"--dataset={folder}/pairs.jsonl", "--eval-dataset="]
         flags += [f"--max-length={max(lengths)}", f"--max-prompt-length={max(lengths)}"]
         flags += [f"--micro-batch-tokens={pass_tokens}", f"--num-steps={own.steps + 1}"]
@@ -229,7 +225,7 @@ def measure(flags: list[str]) -> dict:
 
 
 def summarize(runs: list[dict], first_runs: list[dict]) -> dict:
-    """Of an arm's timed steps; time and memory relative to the first arm's."""
+    """Returns the row of an arm, with time and memory relative to the first arm."""
     seconds = []
     ratios = []
     for metrics, first in zip(runs, first_runs):
@@ -249,6 +245,7 @@ def summarize(runs: list[dict], first_runs: list[dict]) -> dict:
 
 
 def show(result: dict):
+    """Prints the table."""
     print("{script}, {model}, {dtype}: {tokens:,} tokens, {completion_tokens:,} scored".format(**result))
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     print("{ranks} x {threads} threads of {device}, commit {commit}".format(**result))
@@ -266,18 +263,18 @@ def show(result: dict):
 
 
 def train_with_trl(flags: list[str]):
-    """A process of its own: DPOTrainer with the script's flags. Writes a metrics.jsonl like the script's."""
+    """Trains with TRL's DPOTrainer and the script's flags, and writes a metrics.jsonl like the script."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import DPOConfig, DPOTrainer
 
     args = parse_args(load_script("dpo"), flags)
-    tokenizer, eos_ids = utils.load_tokenizer(args.model)
+    tokenizer, eos_ids = utils.load_tokenizer(args)
     rows = []
     for line in Path(args.dataset).read_text().splitlines():
         row = json.loads(line)
-        prompt_ids, chosen_ids = utils.encode(tokenizer, eos_ids, row["prompt"], row["chosen"])
-        _, rejected_ids = utils.encode(tokenizer, eos_ids, row["prompt"], row["rejected"])
+        texts = [row["chosen"], row["rejected"]]
+        prompt_ids, (chosen_ids, rejected_ids) = utils.encode(tokenizer, eos_ids, row["prompt"], texts)
         rows.append({"prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids})
     of_all_ranks = PASS * int(os.environ.get("WORLD_SIZE", 1))
     named = ("weight_decay", "max_grad_norm", "beta", "gradient_checkpointing", "output_dir")
@@ -316,7 +313,7 @@ def train_with_trl(flags: list[str]):
 
     class Trainer(DPOTrainer):
         def _prepare_dataset(self, dataset, *_):
-            return dataset  # it would tokenize
+            return dataset  # instead of tokenizing it
 
     dtype = torch.float32 if args.dtype == "bfloat16" else getattr(torch, args.dtype)
     trainer = Trainer(
@@ -332,7 +329,7 @@ def train_with_trl(flags: list[str]):
 def main(flags: list[str]):
     if flags[:1] == ["TRL"]:
         return train_with_trl(flags[1:])
-    with contextlib.redirect_stdout(sys.stderr):  # what the script says to its flags
+    with contextlib.redirect_stdout(sys.stderr):  # for the line that `parse_args` prints
         result = measure(flags)
     if "--json" in flags:
         print(json.dumps(result))
@@ -341,4 +338,5 @@ def main(flags: list[str]):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with run.exit_on_input_error():
+        main(sys.argv[1:])

@@ -2,15 +2,15 @@
 # 4xH100, Llama3-8B-Instruct on UltraFeedback, five seeds. Forty-five runs: offline, offline + humanline and
 # online, by seed.
 #
-# `time` prints the seconds of the whole, with loading and final/. Those of the steps, with sampling and
-# scoring of the rounds, are the sum of perf/step_time in runs/NAME/metrics.jsonl. The runs are Table 3's with
-# nothing that is not training: no evaluation, so there is no outputs.json for docs/alpaca_eval.md, and no
-# checkpoints.
+# `time` prints the seconds of the whole run, with loading and final/. The seconds of the steps, with sampling
+# and scoring of the rounds, are the sum of perf/step_time in runs/NAME/metrics.jsonl. The runs are Table 3's,
+# with training alone. They have no checkpoints and no evaluation, and therefore no outputs.json for
+# docs/alpaca_eval.md.
 #
-# The text gives no seconds but ratios, for GRPO: offline + humanline about twice offline, and under 1/6 of
-# online; online over 12 times offline. It does not say whether the figure shows DPO and KTO; they are below.
-# A sync here copies local shards, where the authors' gathers a state dict, so the ratio of offline +
-# humanline to offline need not be theirs.
+# The text gives no seconds, only ratios for GRPO. Offline + humanline takes about twice as long as offline,
+# and less than 1/6 of online. Online takes over 12 times as long as offline. The text does not say whether
+# the figure shows DPO and KTO; they are below. A sync here copies local shards, whereas the authors' sync
+# gathers a state dict. So the ratio of offline + humanline to offline may be another one.
 
 LLAMA=(--model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm)
 OFFLINE=("${LLAMA[@]}" --dataset-split "train[:10000]")
@@ -19,7 +19,7 @@ ONLINE=("${LLAMA[@]}" --dataset-split "train[:14000]" --online
 ALONE=(--gradient-checkpointing --checkpoint-every 0)
 
 for seed in 1 2 3 4 5; do
-    time torchrun --nproc-per-node 4 grpo_humanline.py "${OFFLINE[@]}" --no-humanline --epsilon 0.5 \
+    time torchrun --nproc-per-node 4 grpo_humanline.py "${OFFLINE[@]}" --no-humanline \
         --seed $seed "${ALONE[@]}" --output-dir runs/time-grpo-offline-$seed
     time torchrun --nproc-per-node 4 grpo_humanline.py "${OFFLINE[@]}" \
         --seed $seed "${ALONE[@]}" --output-dir runs/time-grpo-offline-humanline-$seed
@@ -30,13 +30,13 @@ for seed in 1 2 3 4 5; do
         --seed $seed "${ALONE[@]}" --output-dir runs/time-dpo-offline-$seed
     time torchrun --nproc-per-node 4 dpo_humanline.py "${OFFLINE[@]}" \
         --seed $seed "${ALONE[@]}" --output-dir runs/time-dpo-offline-humanline-$seed
-    time torchrun --nproc-per-node 4 dpo_humanline.py "${ONLINE[@]}" --no-humanline --lr 2.5e-6 --max-grad-norm 0.5 \
+    time torchrun --nproc-per-node 4 dpo_humanline.py "${ONLINE[@]}" --no-humanline \
         --seed $seed "${ALONE[@]}" --output-dir runs/time-dpo-online-$seed
 
-    time torchrun --nproc-per-node 4 kto_humanline.py "${OFFLINE[@]}" --no-humanline --max-grad-norm 1.0 \
+    time torchrun --nproc-per-node 4 kto_humanline.py "${OFFLINE[@]}" --no-humanline \
         --seed $seed "${ALONE[@]}" --output-dir runs/time-kto-offline-$seed
     time torchrun --nproc-per-node 4 kto_humanline.py "${OFFLINE[@]}" \
         --seed $seed "${ALONE[@]}" --output-dir runs/time-kto-offline-humanline-$seed
-    time torchrun --nproc-per-node 4 kto_humanline.py "${ONLINE[@]}" --no-humanline --lr 2.5e-6 --max-grad-norm 0.5 \
+    time torchrun --nproc-per-node 4 kto_humanline.py "${ONLINE[@]}" --no-humanline \
         --seed $seed "${ALONE[@]}" --output-dir runs/time-kto-online-$seed
 done

@@ -1,19 +1,24 @@
-"""The paper's Figure 2 with a real policy's tokens: how people see probabilities, and what humanline keeps.
+"""Draws the paper's Figure 2 with the tokens of a real policy: how people see probabilities.
 
-    python dpo_humanline.py --engine hf --output-dir runs/figure2   # or any run on pairs that has ended
+    python dpo_humanline.py --engine hf --output-dir runs/figure2   # or any finished run on pairs
     python paper/figure2.py runs/figure2 --out figure2.png
-    python paper/figure2.py paper/results/figure2.csv --out figure2.png  # drawn anew from its numbers
+    python paper/figure2.py paper/results/figure2.csv --out figure2.png  # the picture again, from its numbers
 
 Left: the capacity function Ω⁺ (eq. 3) at γ = 0.61, the median of Tversky and Kahneman (1992) for gains, and
-at γ = 1. Middle: the weights ω (eq. 4) of sequences sampled from the policy at temperature 1. An outcome is
-z = log π_θ/π_ref of a sequence, where π_θ is the run's final/ and π_ref the model that it began with, in
-equally wide bins. Right: how far the tokens' log π_θ/π_ref are from those of samples of the policy as people
-perceive them, as a difference of cumulative distributions: of the samples themselves, of held-out pairs, and
-of those tokens of the pairs to which humanline clipping leaves a gradient. A dot is the widest difference,
-the Kolmogorov-Smirnov distance. All prompts are pooled. z_0 is below all outcomes: all are gains, and one
-function weighs them, as in the paper's figure, which is a drawing of the idea. This is a measurement, and
-need not look like it. The cumulative distributions are in a csv of the same name, and that of humanline
-sampling (eq. 5) too.
+at γ = 1.
+
+Middle: the weights ω (eq. 4) of sequences that are sampled from the policy with temperature 1. An outcome is
+z = log π_θ/π_ref of a sequence. Here π_θ is the run's final/, and π_ref is the initial model. The outcomes
+are in bins of equal width.
+
+Right: the distribution of the tokens' log π_θ/π_ref, for the samples of the policy, for held-out pairs, and
+for those tokens of the pairs to which humanline clipping leaves a gradient. Each curve is the cumulative
+distribution minus that of the samples as people perceive them. A dot marks the widest difference, the
+Kolmogorov-Smirnov distance. All prompts are pooled.
+
+z_0 is below all outcomes. So all of them are gains and one function weighs them, as in the paper's figure.
+That figure is a drawing of the idea. This one is a measurement, and need not look like it. A csv of the same
+name has the cumulative distributions, also of humanline sampling (eq. 5).
 """
 
 import csv
@@ -32,22 +37,22 @@ import utils  # noqa: E402
 from paper import variants  # noqa: E402
 from paper.tokens import held_out_groups, open_run  # noqa: E402
 from paper.trials import write_csv  # noqa: E402
-from run import exit_on_error, fail  # noqa: E402
+from run import InputError, exit_on_input_error, library_errors  # noqa: E402
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 GAMMA = 0.61
-BINS = 16  # of the outcomes of sequences
-BOUNDS = (-1.5, 1.5)  # humanline's, of the run in results/
+BINS = 16  # for the outcomes of sequences
+BOUNDS = (-1.5, 1.5)  # humanline's bounds in the run of paper/results
 RATIO = r"$\log\,\pi_\theta/\pi_{\mathrm{ref}}$"
-# Okabe and Ito's: every eye can tell them apart.
+# Okabe and Ito's colours, which colour-blind people can tell apart
 BLUE = "#0072B2"
 RED = "#D55E00"
 GREEN = "#009E73"
 GREY = "#BBBBBB"
 PERCEIVED = "the same, as perceived"
-STYLES = {  # by how a curve's name begins
+STYLES = {  # {beginning of a curve's name: its style}
     "γ = 1": {"color": "black", "linestyle": "--"},
     "γ": {"color": "black"},
     "objective": {"color": GREY},
@@ -60,7 +65,7 @@ STYLES = {  # by how a curve's name begins
 
 
 def capacity(a, gamma: float = GAMMA):
-    """Equation 3: the perceived for an objective cumulative probability."""
+    """Computes equation 3: the perceived cumulative probability for an objective one."""
     a = np.clip(a, 0.0, 1.0)
     this = a**gamma
     other = (1 - a) ** gamma
@@ -68,7 +73,10 @@ def capacity(a, gamma: float = GAMMA):
 
 
 def weights(p, omega=capacity) -> np.ndarray:
-    """Equation 4: of outcomes with probabilities p (n,), least positive first; their sum is Ω⁺(Σ p)."""
+    """Computes equation 4: the weights of outcomes with probabilities p (n,). Their sum is Ω⁺(Σ p).
+
+    The outcomes are sorted, the least positive first.
+    """
     best_first = np.asarray(p)[::-1]
     as_good_or_better = np.append(np.cumsum(best_first)[::-1], 0.0)  # (n + 1,)
     perceived = omega(as_good_or_better)
@@ -76,44 +84,46 @@ def weights(p, omega=capacity) -> np.ndarray:
 
 
 def cumulative(values, grid) -> np.ndarray:
-    """The share of the values (n,) that are at most each of the grid (m,)."""
+    """Returns the fraction of the values (n,) that are at most x, for each x of the grid (m,)."""
     return np.searchsorted(np.sort(values), grid, side="right") / len(values)
 
 
-# === Measured ===
+# === Measurement ===
 def measure(run: Path, rows: int) -> tuple[dict, tuple]:
-    """Log-ratios by name, in nats, of tokens but for the outcomes; and the run's bounds."""
+    """Samples from the policy of a run and computes log-ratios.
+
+    Returns:
+        {name: log-ratios in nats}, of sequences for "outcomes" and otherwise of tokens; and the run's bounds.
+    """
     script, args, device, tokenizer, eos_ids = open_run(run)
     groups = held_out_groups(script, args, tokenizer, eos_ids, rows)
     if len(groups[0]) == 1:
-        fail(f"{run}: --eval-dataset has no pairs")
-    dtype = torch.float32
-    with exit_on_error(f"{run}"):
-        policy, _ = script.load_models(replace(args, model=str(run / "final")), dtype, device)
-        _, reference = script.load_models(args, dtype, device)
-        # Temperature 1 and the whole nucleus: what the policy is literally capable of.
-        literal = replace(args, engine="hf", reward_model="", temperature=1.0, top_p=1.0)
-        sampler = script.make_sampler(literal, tokenizer, eos_ids, dtype, device)
-    policy.eval()
-    by_prompt, _ = sampler.sample(policy, [group[0] for group in groups], 1, (args.seed, 2))
+        raise InputError(f"{run}: --eval-dataset has no pairs")
+    longest = utils.longest_sequence(args, groups)
+    policy, _ = script.load_models(replace(args, model=str(run / "final")), device, longest)
+    _, reference = script.load_models(args, device, longest)
+    # Temperature 1 and top-p 1, because the samples must have the policy's own probabilities
+    unchanged = replace(args, engine="hf", reward_model="", temperature=1.0, top_p=1.0)
+    sampler = utils.Sampler(unchanged, tokenizer, eos_ids, device, longest)
+    prompt_samples, _ = sampler.sample(policy, [group[0] for group in groups], 1, (args.seed, 2))
 
     def log_ratios(examples: list) -> tuple:
-        """(N, T), and the mask."""
-        logps, mask = utils.completion_logps(policy, examples)
-        ref_logps, _ = utils.completion_logps(reference, examples)
+        """Returns the log-ratios (N, T) and the mask (N, T)."""
+        logps, mask = utils.completion_logps(policy, examples, args.micro_batch_tokens)
+        ref_logps, _ = utils.completion_logps(reference, examples, args.micro_batch_tokens)
         return logps - ref_logps, mask
 
-    on_policy, on_mask = log_ratios([sample for (sample,) in by_prompt])
+    on_policy, on_mask = log_ratios([sample for (sample,) in prompt_samples])
     pairs = [group[0] for group in groups] + [group[-1] for group in groups]
     offline, mask = log_ratios(pairs)
     better, worse = offline.chunk(2)
     better_mask, worse_mask = mask.bool().chunk(2)
     input_ids, _ = utils.pad_batch(pairs, "cpu")
-    humanline = replace(args, humanline=True, clip=True)
+    humanline = replace(args, humanline=True)
     measured = {
-        "outcomes": (on_policy * on_mask).sum(-1).numpy(),  # of sampled sequences (N,)
+        "outcomes": (on_policy * on_mask).sum(-1).numpy(),  # (N,)
         "samples": on_policy[on_mask.bool()].numpy(),
-        "better": better[better_mask].numpy(),  # of held-out pairs
+        "better": better[better_mask].numpy(),
         "worse": worse[worse_mask].numpy(),
         "sampling": kept(variants.humanline_sampling, humanline, offline, mask, input_ids),
         "clipping": kept(script.clip_log_ratio, humanline, offline, mask, input_ids),
@@ -122,16 +132,16 @@ def measure(run: Path, rows: int) -> tuple[dict, tuple]:
 
 
 def kept(clip_log_ratio, args, log_ratio, mask, input_ids) -> np.ndarray:
-    """The log-ratios of the tokens to which humanline sampling or clipping leaves a gradient, (n,)."""
+    """Returns the log-ratios of the tokens to which sampling or clipping leaves a gradient, (n,)."""
     variants.LAST.step, variants.LAST.input_ids, variants.LAST.mask = (args.seed, 0), input_ids, mask
     log_ratio = log_ratio.clone().requires_grad_()
     (clip_log_ratio(args, log_ratio) * mask).sum().backward()
     return log_ratio.detach()[log_ratio.grad != 0].numpy()
 
 
-# === Drawn ===
+# === Picture ===
 def curves_of(measured: dict) -> list[tuple]:
-    """(panel, curve, x, y) of all that is in the csv."""
+    """Makes the curves of the csv, (panel, name, x, y) each, and prints their distances."""
     a = np.linspace(0, 1, 101)
     count, edges = np.histogram(measured["outcomes"], BINS)
     centres = (edges[1:] + edges[:-1]) / 2
@@ -163,12 +173,12 @@ def curves_of(measured: dict) -> list[tuple]:
     for name, y in [("held-out data, both", cumulative(both, grid)), *tokens]:
         distance = np.abs(y - perceived)
         area = np.trapezoid(distance, grid)
-        print(f"{name}: from the perceived {distance.max():.3f} at most, {area:.2f} nats on average")
+        print(f"{name}: at most {distance.max():.3f} from the perceived samples, on average {area:.2f} nats")
     return drawn + [("tokens", name, grid, y) for name, y in tokens]
 
 
 def style_of(curve: str) -> dict:
-    """Of a curve that is drawn; {} of one that is in the csv alone."""
+    """Returns the style of a curve; {} for a curve that is only in the csv."""
     for start, style in STYLES.items():
         if curve.startswith(start):
             return style
@@ -176,7 +186,7 @@ def style_of(curve: str) -> dict:
 
 
 def draw_distances(ax, curves: dict):
-    """The cumulative distributions {name: (x, y)} minus the perceived one, with a dot where it is widest."""
+    """Draws cumulative distributions {name: (x, y)} minus the perceived one, with a dot at the widest gap."""
     grid, perceived = curves[PERCEIVED]
     ax.axhline(0, color="black", linewidth=1.8, label="samples of the policy, as perceived: 0")
     for curve, (_, y) in curves.items():
@@ -191,6 +201,7 @@ def draw_distances(ax, curves: dict):
 
 
 def draw(drawn: list[tuple], bounds: tuple):
+    """Draws the three panels. The right one shows humanline's bounds."""
     figure, axes = plt.subplots(1, 3, figsize=(17, 4.6), width_ratios=(1, 1.15, 1.3))
     left, middle, right = axes
     tokens = {}
@@ -233,9 +244,9 @@ def draw(drawn: list[tuple], bounds: tuple):
 
 
 def read_curves(table: Path) -> list[tuple]:
-    """What curves_of gave."""
+    """Reads the curves that `curves_of` has made."""
     points = {}
-    with exit_on_error(f"{table}"), open(table, newline="", encoding="utf-8") as file:
+    with library_errors(f"{table}"), open(table, newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             points.setdefault((row["panel"], row["curve"]), []).append((float(row["x"]), float(row["y"])))
     return [(*names, *np.array(values).T) for names, values in points.items()]
@@ -245,12 +256,12 @@ def main(run: tyro.conf.Positional[Path], out: Path = Path("figure2.png"), rows:
     """Draws the figure.
 
     Args:
-        run: A finished run on pairs, or the csv of one.
-        out: The picture; the csv is put beside it.
-        rows: Held-out pairs, and samples.
+        run: folder of a finished run on pairs, or the csv of such a run.
+        out: file of the picture; the csv is written beside it.
+        rows: number of held-out pairs, and of samples.
     """
     if run.suffix == ".csv":
-        with exit_on_error(f"--out {out}", (OSError, ValueError)):
+        with library_errors(f"--out {out}"):
             draw(read_curves(run), BOUNDS).savefig(out, dpi=110)
         print(f"wrote {out}")
         return
@@ -260,7 +271,7 @@ def main(run: tyro.conf.Positional[Path], out: Path = Path("figure2.png"), rows:
     for panel, curve, x, y in drawn:
         lines += [{"panel": panel, "curve": curve, "x": f"{a:.5g}", "y": f"{b:.5g}"} for a, b in zip(x, y)]
     table = out.with_suffix(".csv")
-    with exit_on_error(f"--out {out}", (OSError, ValueError)):
+    with library_errors(f"--out {out}"):
         draw(drawn, bounds).savefig(out, dpi=110)
         write_csv(table, lines)
     print(f"wrote {out} and {table}")
@@ -268,4 +279,5 @@ def main(run: tyro.conf.Positional[Path], out: Path = Path("figure2.png"), rows:
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    with exit_on_input_error():
+        tyro.cli(main, description=__doc__)

@@ -1,17 +1,17 @@
-"""Judge against KL of a run on the stories task: what a policy gained, and how far it went for that.
+"""Measures a run on the stories: how much the judge's score rose, and how far from the initial policy (KL).
 
-    python paper/frontier.py runs/some_run   # writes frontier.json there
+    python paper/frontier.py runs/some_run   # writes runs/some_run/frontier.json
 
-By steps, for the initial policy, every checkpoint that was kept and final/, frontier.json has of samples for
-the test prompts:
+The file has the following values for the initial policy, each checkpoint that was kept, and final/, by the
+number of steps. They are means over samples for the test prompts.
 
 judge     the hidden judge's score: VADER's sentiment, mean over a completion's sentences (toy/stories.py)
-finished  share that ended by themselves
-trigrams  share of the samples' word trigrams that are different ones
-fluency   mean log-prob of a token under the initial policy, nats
-kl        KL(policy, initial policy) of a completion, nats, of samples at temperature 1
+finished  fraction of the samples that end with an EOS token
+trigrams  number of different word trigrams, divided by the number of all word trigrams
+fluency   log-prob of a token under the initial policy, in nats
+kl        KL(policy, initial policy) of a completion, in nats, from samples with temperature 1
 
-All but kl are of samples as they are drawn in the scripts' evaluations: temperature 0.7, top-p 0.95.
+All values but kl are of samples with the settings of the scripts' evaluations: temperature 0.7, top-p 0.95.
 """
 
 import json
@@ -31,11 +31,14 @@ import run  # noqa: E402
 import utils  # noqa: E402
 from toy import stories  # noqa: E402
 
-DRAWS = 2  # samples of a prompt at the first and the last step, else one
+DRAWS = 2  # samples per prompt before the first and after the last step; for other checkpoints one
 
 
 def completion_logps(model, tokenizer, prompts: list[str], completions: list[list[int]]):
-    """Of the ids as they were sampled, since the same text may be other tokens; and the mask, (B, T) each."""
+    """Computes the log-probs of completions, and their mask, (B, T) each.
+
+    The completions are token ids as they were sampled, because their text might be tokenized in another way.
+    """
     examples = []
     for prompt, ids in zip(prompts, completions):
         examples.append(utils.Example(prompt, tokenizer(prompt).input_ids, ids))
@@ -45,7 +48,7 @@ def completion_logps(model, tokenizer, prompts: list[str], completions: list[lis
 
 @torch.no_grad()
 def measure(model, initial, tokenizer, prompts: list[str]) -> dict[str, float]:
-    """A point of the frontier, by name."""
+    """Samples from a model and returns its values by name."""
     torch.manual_seed(0)
     completions = stories.sample_ids(model, tokenizer, prompts, temperature=0.7, top_p=0.95)
     rows = stories.as_rows(tokenizer, prompts, completions)
@@ -67,9 +70,9 @@ def main(folder: tyro.conf.Positional[Path]):
     """Writes frontier.json.
 
     Args:
-        folder: Of a run on stories.
+        folder: folder of a run on the stories.
     """
-    torch.set_num_threads(1)  # as in training: samples could be other ones
+    torch.set_num_threads(1)  # as in training, because other sums could give other samples
     args = json.loads((folder / "args.json").read_text())
     policy = ROOT / args["model"]
     prompts = pd.read_json(policy.parent / "prompts_test.jsonl.gz", lines=True).prompt.tolist()
@@ -83,9 +86,9 @@ def main(folder: tyro.conf.Positional[Path]):
     for checkpoint in folder.glob("checkpoints/step-*"):
         step = int(checkpoint.name.removeprefix("step-"))
         if step not in points:
-            dcp.load({"policy": model.state_dict()}, checkpoint_id=checkpoint)  # in place
+            dcp.load({"policy": model.state_dict()}, checkpoint_id=checkpoint)  # fills the weights in place
             points[step] = measure(model, initial, tokenizer, prompts)
-    run.write(folder / "frontier.json", json.dumps(dict(sorted(points.items())), indent=2))
+    run.write_file(folder / "frontier.json", json.dumps(dict(sorted(points.items())), indent=2))
 
 
 if __name__ == "__main__":

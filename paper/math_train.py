@@ -1,12 +1,12 @@
-"""math_train.jsonl, Table 2's training set: the 12,000 problems of MATH that are not in MATH500.
+"""Writes math_train.jsonl, the training set of Table 2: the 12,000 problems of MATH that are not in MATH500.
 
     python paper/math_train.py
     python paper/math_train.py --math simplescaling/openaimath
     python paper/math_train.py --math train.jsonl.gz test.jsonl --math500 test.jsonl
 
-The second is the data set that the authors' recipes name (kawine/open-r1-humanline), the third takes files,
-such as math_splits of openai/prm800k. MATH is under the MIT licence; its first copy on the Hub was taken down
-in January 2025 after a DMCA notice, which may happen to others.
+The second command reads the data set that the authors' recipes name (kawine/open-r1-humanline). The third
+command reads files, for example those in math_splits of openai/prm800k. MATH has the MIT licence. Its first
+copy on the Hub was taken down in January 2025 after a DMCA notice, which may happen to other copies.
 """
 
 import gzip
@@ -18,7 +18,10 @@ import tyro
 
 
 def read(name: str) -> list[dict]:
-    """Of json lines (also .gz), or of all parts of a data set (a Hub name or a folder)."""
+    """Returns the rows of a .jsonl or .jsonl.gz file, or of all configurations and splits of a data set.
+
+    name: a file, a Hub name or a folder.
+    """
     rows = []
     try:
         if name.endswith((".jsonl", ".jsonl.gz")):
@@ -29,13 +32,13 @@ def read(name: str) -> list[dict]:
                 for split in datasets.load_dataset(name, config).values():
                     rows += split
         return [{"problem": row["problem"], "solution": row["solution"]} for row in rows]
-    except Exception as error:  # as many kinds as there are ways to have no data
+    except Exception as error:  # a missing file, network, column and more have different exceptions
         reason = str(error).strip().split("\n")[0]
         raise SystemExit(f"error: {name}: {type(error).__name__}: {reason}") from None
 
 
 def key(row: dict) -> str:
-    """White space is no matter."""
+    """Returns the problem's text without differences in white space."""
     return " ".join(row["problem"].split())
 
 
@@ -44,18 +47,18 @@ def main(
     math500: str = "HuggingFaceH4/MATH-500",
     out: Path = Path("math_train.jsonl"),
 ):
-    """Writes it, or says why not.
+    """Writes the file, or ends with one line that says why this is impossible.
 
     Args:
-        math: MATH: files, or a Hub name, of which all configurations and splits are read.
-        math500: MATH500, the problems to leave out.
-        out: json lines with problem and solution, in the order of --math.
+        math: MATH: files or Hub names.
+        math500: MATH500, the problems that are left out.
+        out: the .jsonl file, with columns problem and solution, in the order of --math.
     """
     held_out = {key(row) for row in read(math500)}
     kept = [row for name in math for row in read(name) if key(row) not in held_out]
     if len(held_out) != 500 or len(kept) != 12_000:
-        told = f"{len(held_out)} problems in {math500}, and {len(kept)} others in {' '.join(math)}"
-        raise SystemExit(f"error: {told}; it must be 500 and 12000: name another copy")
+        counts = f"{len(held_out)} problems in {math500}, and {len(kept)} others in {' '.join(math)}"
+        raise SystemExit(f"error: {counts}; these must be 500 and 12000: name another copy of the data")
     text = "".join(json.dumps(row) + "\n" for row in kept)
     try:
         out.write_text(text, encoding="utf-8")

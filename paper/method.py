@@ -1,10 +1,10 @@
-"""The method in one picture, from real numbers of two runs of the toy: docs/method.png.
+"""Draws docs/method.png: the method in one picture, with real numbers of runs of the toy.
 
     pip install -r paper/requirements.txt
     python paper/method.py
 
-Left: humanline clipping, on the tokens of one step. Right: humanline syncing, the log-prob of one completion
-under policy and reference, step by step, for k = 1 and k = 4.
+Left: humanline clipping of the tokens of one step. Right: humanline syncing with k = 1 and k = 4, as the
+log-prob of one completion under policy and reference at each step.
 """
 
 import sys
@@ -24,15 +24,20 @@ sys.path.insert(0, str(ROOT))
 import grpo_humanline as script  # noqa: E402
 import run  # noqa: E402
 import utils  # noqa: E402
+from paper.variants import defaults  # noqa: E402
 
-BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#888888"  # which a colour-blind person tells apart
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#888888"  # colour-blind people can tell them apart
 RATIO = r"$\log\,\pi_\theta/\pi_{\mathrm{ref}}$"
 STEPS = 24
 
 
 def follow(k: int) -> tuple:
-    """A run: log p of its first completion under (policy, reference) at each step, before the update, and
-    the log-ratios of the last step's tokens."""
+    """Makes a run, with hooks that read its models.
+
+    Returns:
+        The log-prob of one completion under (policy, reference) before the update of each step, and the
+        log-ratios of the last step's tokens.
+    """
     points = []
     ratios = []
     models = []
@@ -63,8 +68,7 @@ def follow(k: int) -> tuple:
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--k", str(k), "--num-steps", str(STEPS), "--eval-samples", "0", "--lr", "1e-3"]
         flags += ["--warmup-fraction", "0", "--checkpoint-every", "0", "--output-dir", f"{folder}/run"]
-        texts = (script.__file__, script.__doc__, script.TOY, script.TOY_ONLINE)
-        args = run.parse_args(script.Args, *texts, flags=flags)
+        args = run.parse_args(script.Args, script.__file__, script.__doc__, **defaults(script), flags=flags)
         hooks = dict(load_models=keep_models, load_groups=keep_probe, clip_log_ratio=keep_ratios)
         with patch.multiple(script, **hooks, draw_batch=before_a_step):
             script.main(args)
@@ -74,7 +78,7 @@ def follow(k: int) -> tuple:
 
 
 def draw_clipping(ax, ratios: list[float]):
-    """Before and after the clamp, a dot for each token."""
+    """Draws each token's log-ratio before and after the clamp."""
     low, high = script.Args.log_epsilon_P, script.Args.log_epsilon_R
     edge = max(2.5, *(abs(ratio) for ratio in ratios))
     ax.axvspan(-edge, low, color=ORANGE, alpha=0.15, lw=0)
@@ -90,7 +94,7 @@ def draw_clipping(ax, ratios: list[float]):
 
 
 def draw_syncing(ax, points: list, k: int):
-    """The policy, and the reference that takes its place every k steps."""
+    """Draws the log-probs of the policy, and of the reference, which becomes the policy every k steps."""
     policy = [point[0] for point in points]
     reference = [point[1] for point in points]
     steps = range(len(points))
@@ -104,6 +108,7 @@ def draw_syncing(ax, points: list, k: int):
 
 
 def main():
+    """Draws the picture."""
     plt.rcParams["axes.titlesize"] = 10.5
     figure, axes = plt.subplot_mosaic([["clip", "1"], ["clip", "4"]], figsize=(10, 4.6), layout="constrained")
     for k in (1, 4):

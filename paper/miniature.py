@@ -1,16 +1,20 @@
-"""The paper's figures on the embedded toys: every arm by the scripts, a csv row per run, and a picture.
+"""Makes the paper's figures on the embedded toys, and the studies: tables of all runs, and pictures.
 
     pip install -r paper/requirements.txt
     python paper/miniature.py figure8 --seeds 5
     python paper/miniature.py parity            # a study
 
-The plans are in paper/study.py, how they are run in paper/trials.py. Written into runs/results, or with
---write over those of paper/results, are NAME.csv (a row per run, with the command that repeats it),
-NAME_arms.csv (means, intervals, tests), a study's NAME_tests.csv, and NAME.png.
+The plans are in paper/study.py, and paper/trials.py runs the scripts. The files are written into runs/results
+or, with --write, over those in paper/results:
+    NAME.csv: a row for each run, with the command that repeats it.
+    NAME_arms.csv: means and intervals of the arms, and the tests of a figure.
+    NAME_tests.csv: the tests of a study.
+    NAME.png: the picture.
 
-The learning rate of an arm, and what else is tuned, is the best mean on the tuning seeds by the plan's first
-metric. Where the best rate of a study is at an end of its grid, the grid grows by one rate until it is not.
-The hidden judge made the toys' data, and no run sees it. Seeds of tuning and of the report differ.
+Each arm has its own learning rate, and sometimes other tuned flags: those with the best mean of the plan's
+first metric over the tuning seeds. If the best rate of a study is at an end of the grid, the grid grows by
+one rate. Tuning and report have different seeds. The hidden judge has made the toys' data, and no run sees
+it.
 """
 
 import json
@@ -30,19 +34,19 @@ from tyro.conf import Positional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from paper import pictures, study, trials  # noqa: E402
-from paper.trials import RESULTS, ROOT, fail, write_csv  # noqa: E402
+from paper.trials import RESULTS, ROOT, write_csv  # noqa: E402
 from toy import make  # noqa: E402
 
-LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # by which grids grow
+LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # the learning rates with which grids grow
 
 
 def make_plan(name: str, plan: study.Plan, out: Path):
-    """Makes the files of a figure or a study."""
+    """Makes the csv files of a figure or a study, after making its runs."""
     at = trials.commit()
     _, data = plan.data
     scored = [metric for metric in plan.metrics if metric not in ("clipped", "grad_norm_max")]
     before = trials.untrained([*plan.tuned, *plan.arms], scored, at, plan.before_seeds, data)
-    collapsed = before if plan.test else {}  # scores of runs that collapse; a figure leaves them out
+    collapsed = before if plan.test else {}  # scores of runs that collapse; a figure has no scores for them
     best, rows = tune(plan, collapsed, at)
     runs = []
     for arm in plan.arms:
@@ -50,7 +54,7 @@ def make_plan(name: str, plan: study.Plan, out: Path):
         runs += [(arm, lr, seed, f"{option} {data}") for seed in plan.seeds]
     reported = rows_of(runs, collapsed, at)
     if trials.commit() != at:
-        fail(f"the code was changed and committed during the runs; go back to {at}, or start again")
+        raise SystemExit(f"error: the code has changed during the runs: go back to {at}, or start again")
 
     if name == "dpo":
         for row in reported:
@@ -60,7 +64,7 @@ def make_plan(name: str, plan: study.Plan, out: Path):
     compared = study.over_instances(reported) if plan.instances else reported
     for metric in plan.metrics:
         for line in study.compare(compared, metric):
-            if plan.test:  # its own tests are in NAME_tests.csv
+            if plan.test:  # the tests of a study are in NAME_tests.csv
                 line = {key: line[key] for key in line if key not in ("against", "difference", "p", "p_holm")}
             table.append(line)
     for panel, scores in before.items():
@@ -77,13 +81,15 @@ def make_plan(name: str, plan: study.Plan, out: Path):
 
 
 def tuned_arms(plan: study.Plan) -> list:
+    """Returns the arms of a plan that have more than one choice."""
     return [arm for arm in plan.tuned or plan.arms if len(arm.lrs) * len(arm.options) > 1]
 
 
 def tune(plan: study.Plan, collapsed: dict, at: str) -> tuple:
-    """{(script, arm's name): (rate, option)} with the best mean, and the rows of all tuning runs.
+    """Finds the choice with the best mean for each arm. An arm in several panels is tuned on all of them.
 
-    An arm that stands in several panels is tuned on all of them together.
+    Returns:
+        {(script, arm's name): (learning rate, option)}, and the rows of all tuning runs.
     """
     data, _ = plan.data
     arms = tuned_arms(plan)
@@ -95,7 +101,7 @@ def tune(plan: study.Plan, collapsed: dict, at: str) -> tuple:
             for lr, option in choices[arm.script, arm.name]:
                 runs += [(arm, lr, seed, f"{option} {data}") for seed in plan.tuning_seeds]
         rows = rows_of(runs, collapsed, at)
-        scores = {}  # {(script, arm's name): {(rate, option): those of its runs}}
+        scores = {}  # {(script, arm's name): {(learning rate, option): scores of its runs}}
         for (arm, lr, _, more), row in zip(runs, rows):
             choice = (lr, more.removesuffix(f" {data}"))
             score = row.get(plan.metrics[0], -np.inf)
@@ -104,7 +110,7 @@ def tune(plan: study.Plan, collapsed: dict, at: str) -> tuple:
         grown = False
         for arm in arms:
             key = (arm.script, arm.name)
-            if key in best:  # of another panel
+            if key in best:  # found in another panel
                 continue
             means = {choice: np.mean(numbers) for choice, numbers in scores[key].items()}
             best[key] = lr, option = max(means, key=means.get)
@@ -112,7 +118,7 @@ def tune(plan: study.Plan, collapsed: dict, at: str) -> tuple:
             tried = [rate for rate, _ in choices[key]]
             beside = [rate for rate in LADDER[max(0, i - 1) : i + 2] if rate not in tried]
             more = []
-            if plan.test and beside:  # it is at an end of the grid
+            if plan.test and beside:  # the best rate is at an end of the grid
                 more = list(product(beside, arm.options))
             elif option in arm.options:
                 more = [(lr, f"{option} {flags}") for flags in arm.then]
@@ -123,15 +129,15 @@ def tune(plan: study.Plan, collapsed: dict, at: str) -> tuple:
 
 
 def rows_of(runs: list[tuple], collapsed: dict, at: str) -> list[dict]:
-    """The csv's rows; a run that collapsed has its panel's scores of `collapsed`."""
+    """Returns the csv rows of runs. A run that collapsed has the scores of its panel in `collapsed`."""
     rows = trials.rows_of(runs, at)
     return [row | collapsed.get(row["panel"], {}) if row["failed"] else row for row in rows]
 
 
 def divergence(folder: Path) -> float:
-    """Mean log π(y) - log π_0(y) of a run's last samples, nats: how far the policy is from the initial one.
+    """Returns the mean log π(y) - log π_0(y) of a run's last samples in nats; π_0 is the initial policy.
 
-    The samples are drawn as in the evaluation (T 0.7, top-p 0.95), so it is no exact KL.
+    The samples come from the evaluation, with temperature 0.7 and top-p 0.95, so the mean is no exact KL.
     """
     args = json.loads((folder / "args.json").read_text())
     samples = json.loads((folder / "outputs.json").read_text())
@@ -153,48 +159,58 @@ TIMED_STALE = ("humanline, k=16", "ε 0.2", "S = 1")
 
 
 def timed_rows(seeds: int) -> list[dict]:
-    """Of what quality costs: the arms of parity, and three of stale, as they were reported."""
+    """Returns the reported rows of the arms of parity, and of three arms of stale."""
     rows = pictures.read(RESULTS, "parity")
     rows += [row for row in pictures.read(RESULTS, "stale") if row["arm"] in TIMED_STALE]
     return [row for row in rows if row["phase"] == "reported" and row["seed"] < 21 + seeds]
 
 
-def make_time(of_studies: list[dict], out: Path):
-    """One run at a time on a machine with nothing else to do; evaluations are not counted. A row is an
-    evaluation, by the reward (math: accuracy), since the judge sees a run's last samples alone."""
+def make_time(study_rows: list[dict], out: Path):
+    """Repeats runs one at a time, on a machine that has nothing else to do, and writes a row per evaluation.
+
+    The score is the reward (in math: the accuracy), because the judge only sees the last samples of a run.
+    The time of the evaluations does not count.
+    """
     at = trials.commit()
     rows = []
-    for row in of_studies:
+    for row in study_rows:
         rows += timed(row, at)
     write_csv(out / "time.csv", rows)
     write_csv(out / "time_arms.csv", seconds_to_target(rows))
 
 
 def timed(row: dict, at: str) -> list[dict]:
-    """A row for each evaluation of a run, in its seconds of training."""
+    """Returns a row for each evaluation of a run: the steps and seconds before it, and the score."""
     line = re.sub(r" --eval-every \d+", "", row["command"]) + " --eval-every 16"
     trials.run_all([line], at)
     folder = trials.folder_of(line, at)
-    base = {"command": line, "seed": int(row["seed"]), "commit": at, "panel": row["panel"], "arm": row["arm"]}
     metric = "eval/accuracy" if "grpo_math" in line else "eval/reward"
-    score, _ = trials.read_summary(folder)["before"][metric]
-    rows = [base | {"step": 0, "seconds": 0.0, "metric": metric, "score": score}]
-    seconds = 0.0
-    for step in trials.read_steps(folder):
-        seconds += step["perf/step_time"]
+    base = {"command": line, "seed": int(row["seed"]), "commit": at, "panel": row["panel"], "arm": row["arm"]}
+    summary = trials.read_summary(folder)
+    steps = trials.read_steps(folder)
+    scores = {0: summary["before"][metric][0], len(steps): summary["after"][metric][0]}  # {step: score}
+    seconds = [0.0]  # of the training before each step
+    for step in steps:
+        seconds.append(seconds[-1] + step["perf/step_time"])
         if metric in step:
-            rows.append(rows[0] | {"step": step["step"] + 1, "seconds": seconds, "score": step[metric]})
+            scores[step["step"]] = step[metric]
+    rows = []
+    for step, score in sorted(scores.items()):
+        rows.append(base | {"step": step, "seconds": seconds[step], "metric": metric, "score": score})
     rows[-1]["judge"] = trials.judged(folder)
     return rows
 
 
 def seconds_to_target(rows: list[dict]) -> list[dict]:
-    """By run, until the score that online (S = 1) has at half of its steps; empty if it never has it."""
+    """Returns for each run the seconds until it reaches the target: online's score after half of its steps.
+
+    In math, online is S = 1. The seconds of a run that never reaches the target are empty.
+    """
     lines = []
-    for panel, of_panel in pd.DataFrame(rows).groupby("panel", sort=False):
-        online = of_panel[of_panel.arm.isin(("S = 1", "online"))]
+    for panel, panel_rows in pd.DataFrame(rows).groupby("panel", sort=False):
+        online = panel_rows[panel_rows.arm.isin(("S = 1", "online"))]
         target = online.score[online.step == online.step.max() // 2].mean()
-        for (arm, seed), points in of_panel.groupby(["arm", "seed"], sort=False):
+        for (arm, seed), points in panel_rows.groupby(["arm", "seed"], sort=False):
             reached = points.seconds[points.score >= target]
             line = {"panel": panel, "arm": arm, "seed": seed, "target": target}
             line |= {"seconds": min(reached, default=""), "all_seconds": points.seconds.iloc[-1]}
@@ -211,10 +227,10 @@ def main(name: Positional[Name], seeds: int = 0, panels: int = 0, write: bool = 
     """Makes the files of a plan.
 
     Args:
-        name: A figure or table, a study, or time.
-        seeds: Reported runs of an arm (intervals and tests need two); 0: all of the plan.
-        panels: Reported panels, in the order of the plan; 0: all of them.
-        write: Replace the files of paper/results; else they are written into runs/results.
+        name: the figure, table or study; time: quality against time.
+        seeds: number of reported runs of an arm (intervals and tests need two); 0: all of the plan.
+        panels: number of reported panels, in the order of the plan; 0: all of the plan.
+        write: replace the files in paper/results, instead of writing into runs/results.
     """
     out = RESULTS if write else ROOT / "runs" / "results"
     if name == "time":
@@ -232,10 +248,11 @@ def main(name: Positional[Name], seeds: int = 0, panels: int = 0, write: bool = 
             tuned = [arm for arm in plan.tuned if (arm.script, arm.name) in needed]
             plan = plan._replace(arms=made, tuned=tuned)
         count = count_runs(plan)
-        minutes = count / os.cpu_count()  # of a minute each, unless it is known better
+        minutes = count / os.cpu_count()  # a minute for each run, unless the committed rows know better
         if (RESULTS / f"{name}.csv").exists():
             minutes *= np.mean([row["seconds"] for row in pictures.read(RESULTS, name)]) / 60
-    print(f"{name}: {count} runs, about {minutes:.0f} minutes and the data's, less what runs/miniature has")
+    print(f"{name}: {count} runs, about {minutes:.0f} minutes without the making of data")
+    print("Runs that runs/miniature already has are not made again.")
     print(f"results: {out / name}.csv, {name}_arms.csv, {name}.png", flush=True)
     if name == "time":
         make_time(rows, out)
@@ -245,7 +262,7 @@ def main(name: Positional[Name], seeds: int = 0, panels: int = 0, write: bool = 
 
 
 def count_runs(plan: study.Plan) -> int:
-    """Of the untrained policies, tuning and report, if no grid grows."""
+    """Returns the number of runs, for the untrained policies, tuning and report, if no grid grows."""
     panels = {arm.panel for arm in [*plan.tuned, *plan.arms]}
     grids = sum(len(arm.lrs) * len(arm.options) + len(arm.then) for arm in tuned_arms(plan))
     return (

@@ -1,11 +1,12 @@
-"""The pictures of paper/results, from its csvs alone.
+"""Draws the pictures of paper/results from its csv files.
 
     pip install -r paper/requirements.txt
-    python paper/pictures.py figure8 clipping   # all that have csvs if none is named
+    python paper/pictures.py figure8 clipping   # without a name: all pictures that have csv files
 
-In a panel a dot is a run, a square the mean over seeds, a bar its 95% interval, a dotted line the score
-before training. Panels that are compared share one scale. A few far runs do not set it: a triangle at the
-edge has their values beside it, and the mean if that is beyond; bars are cut there.
+In a panel, a dot is a run, a square the mean over seeds, a bar the 95% interval of the mean, and a dotted
+line the score before training. Panels that are compared share one scale. A few runs far away do not set the
+scale. They are a triangle at the edge, with their values beside it, and with the mean if it is also outside.
+Bars end at the edge.
 """
 
 import csv
@@ -40,7 +41,7 @@ AT_STEP = "eval/accuracy@"  # columns of the evaluations during training: "eval/
 
 
 def read(folder: Path, name: str) -> list[dict]:
-    """The rows of a csv with numbers as numbers, without empty cells."""
+    """Reads the rows of a csv, without empty cells. All columns but those in TEXT are numbers."""
     rows = []
     with (folder / f"{name}.csv").open(newline="") as file:
         for line in csv.DictReader(file):
@@ -49,19 +50,19 @@ def read(folder: Path, name: str) -> list[dict]:
 
 
 def shown_of(name: str) -> tuple[str, str]:
-    """The metrics that a picture shows."""
+    """Returns the two metrics that a picture shows."""
     return ("curve", "eval/accuracy") if name in ("figure7", "stale") else ("eval/reward", "judge")
 
 
 def draw(name: str, folder: Path = RESULTS):
-    """Writes NAME.png beside its csvs."""
+    """Writes NAME.png, and for some names further pictures, beside the csv files."""
     for picture, figure in figures_of(name, folder).items():
         figure.savefig(folder / f"{picture}.png", dpi=110)
         plt.close(figure)
 
 
 def figures_of(name: str, folder: Path) -> dict:
-    """{name of the picture: figure}."""
+    """Draws all pictures of a name. Returns {name of the picture: figure}."""
     if name == "time":
         return {name: draw_time(read(folder, name))}
     rows = [row for row in read(folder, name) if row["phase"] == "reported"]
@@ -86,12 +87,13 @@ def figures_of(name: str, folder: Path) -> dict:
 
 
 def select(rows: list[dict], **wanted) -> list[dict]:
+    """Returns the rows that have all these values. None selects rows without a value."""
     return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
 
 
 # === Arms side by side ===
 def draw_arms(name: str, rows: list[dict], lines: list[dict], tests: list[dict]):
-    """A panel for each part of the figure, a line for each arm."""
+    """Draws a panel for each part of the figure, with a row for each arm."""
     shown = shown_of(name)
     panels = list(dict.fromkeys(line["panel"] for line in lines))
     most = max(len(arms_of(lines, panel)) for panel in panels)
@@ -112,13 +114,16 @@ def draw_arms(name: str, rows: list[dict], lines: list[dict], tests: list[dict])
 
 
 def scale_of(panel: str) -> str:
-    """Panels of one scale: those of "KTO, lr 1e-3" and "KTO, lr 2e-3"; without a comma all."""
+    """Returns what panels with the same scale have in common.
+
+    For example, "KTO, lr 1e-3" and "KTO, lr 2e-3" have one scale. All panels without a comma have one scale.
+    """
     script, comma, _ = panel.partition(", ")
     return script if comma else ""
 
 
 def explanation(name: str, lines: list[dict], tests: list[dict]) -> str:
-    """What stands below the panels: what marks mean, and a study's tests if they are few."""
+    """Returns the text below the panels: the meaning of the marks, and up to six tests of a study."""
     first, _ = shown_of(name)
     text = f"score of samples for the evaluation prompts\n{MEANING}"
     if first in SHARES:
@@ -135,12 +140,13 @@ def explanation(name: str, lines: list[dict], tests: list[dict]) -> str:
 
 
 def arms_of(lines: list[dict], panel: str) -> list[str]:
+    """Returns the names of a panel's arms."""
     names = dict.fromkeys(line["arm"] for line in select(lines, panel=panel))
     return [name for name in names if name != "untrained"]
 
 
 def limits(rows: list[dict], lines: list[dict], shown: tuple) -> tuple[float, float]:
-    """Of the scale: the middle 90% of all runs and the scores before training, and some more."""
+    """Returns the ends of the scale: the middle 90% of all runs, the scores before training, and a margin."""
     values = [row[metric] for row in rows for metric in shown if metric in row]
     before = [line["mean"] for line in select(lines, arm="untrained")]
     low, high = np.quantile(values, (0.05, 0.95))
@@ -150,6 +156,7 @@ def limits(rows: list[dict], lines: list[dict], shown: tuple) -> tuple[float, fl
 
 
 def draw_panel(ax, panel: str, lines: list[dict], rows: list[dict], shown: tuple, low: float, high: float):
+    """Draws a panel on the scale from low to high, with both metrics of each arm."""
     names = arms_of(lines, panel)
     labels = dict.fromkeys(names, "")
     for line in lines:
@@ -164,7 +171,7 @@ def draw_panel(ax, panel: str, lines: list[dict], rows: list[dict], shown: tuple
         ax.plot(runs, [height] * len(runs), "o", color=color, alpha=0.3, markersize=3)
         mark_outside(ax, runs, line.get("mean"), height, (low, high), color)
         if "mean" in line:
-            legend = UNITS[metric] if line["arm"] == names[0] else None  # once
+            legend = UNITS[metric] if line["arm"] == names[0] else None  # only once
             ax.plot([line["mean"]], [height], "s", color=color, markersize=4, label=legend)
         if "low" in line:
             ends = [line["low"], line["high"]]
@@ -180,7 +187,10 @@ def draw_panel(ax, panel: str, lines: list[dict], rows: list[dict], shown: tuple
 
 
 def mark_outside(ax, runs: list[float], mean: float | None, height: float, ends: tuple, color: str):
-    """A triangle at the edge of the scale for runs beyond it, their values, and the mean if it is there."""
+    """Draws a triangle at each edge of the scale that runs exceed, with their values.
+
+    The mean stands there too if it is beyond the edge.
+    """
     for edge, sign, marker, side in zip(ends, (-1, 1), "<>", ("left", "right")):
         values = sorted(value for value in runs if sign * (value - edge) > 0)
         if values:
@@ -192,6 +202,7 @@ def mark_outside(ax, runs: list[float], mean: float | None, height: float, ends:
 
 
 def label_of(line: dict) -> str:
+    """Returns the label of an arm: its learning rate, how many runs collapsed, and p."""
     label = f"{line['arm']}\nlr {line['lr']:g}"
     if line.get("collapsed"):
         label += f", {line['collapsed']:.0f} of {line['runs']:.0f} collapsed"
@@ -200,9 +211,9 @@ def label_of(line: dict) -> str:
     return label
 
 
-# === Scores over an axis ===
+# === Scores over steps, k, tasks, KL or time ===
 def draw_curves(rows: list[dict], lines: list[dict]):
-    """Accuracy of held-out problems during training, by arm."""
+    """Draws the accuracy on held-out problems during training, with a curve for each arm."""
     (before,) = [line["mean"] for line in select(lines, arm="untrained", metric="eval/accuracy")]
     figure, ax = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
     ax.set_prop_cycle(cycler(linestyle=("-", "--")) * cycler(color=plt.cm.tab10.colors))
@@ -222,7 +233,7 @@ def draw_curves(rows: list[dict], lines: list[dict]):
 
 
 def draw_sweep(rows: list[dict], lines: list[dict]):
-    """figure8: scores over k, in powers of two; on the right without the ends that set the scale."""
+    """Draws figure8: scores over k, and on the right only those from k = 16 on, with a scale of their own."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained", width_ratios=(5, 3))
     for ax, smallest in zip(axes, (1, 16)):
         ticks = {}
@@ -238,7 +249,7 @@ def draw_sweep(rows: list[dict], lines: list[dict]):
             if k < smallest:
                 continue
             ticks[k] = f"{k}\nlr {line['lr']:g}"
-            x = k * 2 ** (0.1 * place)  # beside the other metric's
+            x = k * 2 ** (0.1 * place)  # the second metric stands beside the first
             ax.plot([x], [line["mean"]], "s", color=color, markersize=4, label=UNITS[metric])
             ax.vlines(x, line["low"], line["high"], color=color)
             scores = [row[metric] for row in select(rows, arm=line["arm"])]
@@ -256,7 +267,7 @@ def draw_sweep(rows: list[dict], lines: list[dict]):
 
 
 def draw_instances(rows: list[dict], lines: list[dict]):
-    """The judge's score by arm; a line joins the means of an instance of the task."""
+    """Draws the judge's score by arm. A line joins the means of an instance of the task."""
     ticks = (-2, -1, -0.4, -0.2, 0, 0.2, 0.4, 0.6)
     figure, axes = plt.subplots(1, 2, figsize=(8, 3.8), layout="constrained", sharey=True)
     for ax, script in zip(axes, ("KTO", "GRPO")):
@@ -264,8 +275,8 @@ def draw_instances(rows: list[dict], lines: list[dict]):
         arms = ("untrained", "offline", "offline + humanline", "online")
         table = []  # (instances, arms)
         for panel in panels:
-            of_panel = select(lines, panel=panel, metric="judge")
-            table.append([select(of_panel, arm=arm)[0]["mean"] for arm in arms])
+            panel_lines = select(lines, panel=panel, metric="judge")
+            table.append([select(panel_lines, arm=arm)[0]["mean"] for arm in arms])
         places = range(len(arms))
         for instance, scores in enumerate(table, 1):
             marker = f"{'os^vD'[instance - 1]}-"
@@ -277,7 +288,7 @@ def draw_instances(rows: list[dict], lines: list[dict]):
         ax.set_xticks(places, names, fontsize=8)
         ax.set_title(script)
         ax.grid(axis="y", alpha=0.3)
-        ax.set_yscale("symlog", linthresh=0.6, linscale=1.5)  # one task ends far below the others
+        ax.set_yscale("symlog", linthresh=0.6, linscale=1.5)  # because one task ends far below the others
         ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes[0].set_ylabel(UNITS["judge"])
     axes[0].legend(fontsize=7)
@@ -286,7 +297,7 @@ def draw_instances(rows: list[dict], lines: list[dict]):
     return figure
 
 
-# Okabe and Ito's colours, which colour-blind people tell apart, and a mark for each.
+# {arm: its mark and one of Okabe and Ito's colours, which colour-blind people can tell apart}
 ARM_MARKS = {
     "before training": ("|", "black"),
     "offline, ε 0.5": ("v", "#E69F00"),
@@ -299,7 +310,7 @@ ARM_MARKS = {
 
 
 def draw_tasks(rows: list[dict], lines: list[dict]):
-    """The judge's score by task, in the order of offline's, and below them the means of the tasks."""
+    """Draws the judge's score by task, sorted by offline's scores, and below it the means over tasks."""
     scripts = list(dict.fromkeys(row["panel"].split()[0] for row in rows))
     size = (1 + 5 * len(scripts), 7)
     figure, axes = plt.subplots(
@@ -319,6 +330,7 @@ def draw_tasks(rows: list[dict], lines: list[dict]):
 
 
 def draw_script(ax, script: str, scores: dict[str, dict]):
+    """Draws the panel of a script. scores: {arm: {panel: score}}."""
     panels = sorted(scores["offline"], key=scores["offline"].get, reverse=True)
     bottom = len(panels) + 0.7
     for place, panel in enumerate(panels):
@@ -340,7 +352,7 @@ def draw_script(ax, script: str, scores: dict[str, dict]):
 
 
 def draw_stories(rows: list[dict]):
-    """The judge against KL: the arms' means at each checkpoint, and the ends of their runs."""
+    """Draws the judge's score against KL: means of the arms at each checkpoint, and the end of each run."""
     scripts = list(dict.fromkeys(row["panel"].split()[0] for row in rows))
     size = (1 + 5 * len(scripts), 4.3)
     figure, axes = plt.subplots(
@@ -352,9 +364,9 @@ def draw_stories(rows: list[dict]):
             for row in select(rows, arm=arm):
                 if row["panel"].startswith(f"{script} "):
                     runs.append(row)
-            whole = [row for row in runs if "failed" not in row]
-            if whole:
-                kls, scores = path_of(whole)
+            finished = [row for row in runs if "failed" not in row]
+            if finished:
+                kls, scores = path_of(finished)
                 half = curves.interval(scores)
                 ends = (kls[:, -1], scores[:, -1])
                 ax.errorbar(
@@ -379,7 +391,7 @@ def draw_stories(rows: list[dict]):
 
 
 def path_of(rows: list[dict]) -> tuple:
-    """KL and judge at each step, (runs, steps) each."""
+    """Returns KL and the judge's score at each checkpoint, (runs, checkpoints) each."""
     steps = sorted(int(key.removeprefix("kl@")) for key in rows[0] if key.startswith("kl@"))
     columns = []
     for name in ("kl", "judge"):
@@ -388,7 +400,7 @@ def path_of(rows: list[dict]) -> tuple:
 
 
 def draw_divergence(rows: list[dict]):
-    """The judge's score of every whole run against its distance from the initial policy."""
+    """Draws the judge's score of every run that did not collapse against its KL from the initial policy."""
     figure, ax = plt.subplots(figsize=(5.5, 4), layout="constrained")
     for arm in dict.fromkeys(row["arm"] for row in rows):
         runs = [row for row in select(rows, arm=arm) if "kl" in row]
@@ -400,21 +412,21 @@ def draw_divergence(rows: list[dict]):
 
 
 def draw_time(rows: list[dict]):
-    """Each run's score against its seconds; arms by colour."""
+    """Draws the score of each run against its seconds of training. The colour is the arm's."""
     panels = list(dict.fromkeys(row["panel"] for row in rows))
     figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.7), layout="constrained")
     for ax, panel in zip(axes, panels):
-        of_panel = select(rows, panel=panel)
-        for place, arm in enumerate(dict.fromkeys(row["arm"] for row in of_panel)):
+        panel_rows = select(rows, panel=panel)
+        for place, arm in enumerate(dict.fromkeys(row["arm"] for row in panel_rows)):
             label = arm
-            for seed in dict.fromkeys(row["seed"] for row in of_panel):
-                points = select(of_panel, arm=arm, seed=seed)
+            for seed in dict.fromkeys(row["seed"] for row in panel_rows):
+                points = select(panel_rows, arm=arm, seed=seed)
                 seconds = [row["seconds"] for row in points]
                 scores = [row["score"] for row in points]
                 color = plt.cm.tab10.colors[place]
                 ax.plot(seconds, scores, color=color, alpha=0.7, linewidth=1, label=label)
-                label = None  # once
-        metric = of_panel[0]["metric"]
+                label = None  # only once
+        metric = panel_rows[0]["metric"]
         title = "math" if metric in SHARES else panel
         ax.set(title=title, xlabel="seconds of training", ylabel=UNITS[metric].replace(" at the end", ""))
         ax.legend(fontsize=7)
@@ -429,7 +441,7 @@ def main(names: tyro.conf.Positional[list[Literal[*KNOWN]]] = KNOWN):
     """Writes pictures.
 
     Args:
-        names: Figures, tables or studies; all that have csvs if none is named.
+        names: figures, tables or studies; without a name: all that have csv files.
     """
     for name in names:
         draw(name)

@@ -1,12 +1,12 @@
-"""Quarters of a preference data set by the average log-prob of the chosen completion's tokens (Figure 6).
+"""Splits a preference data set into quarters by the average log-prob of the chosen tokens (Figure 6).
 
     torchrun --nproc-per-node 4 paper/quartiles.py --model meta-llama/Meta-Llama-3-8B-Instruct \
         --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" \
         --out runs/quartiles
 
-Writes quartile1.jsonl (the lowest) to quartile4.jsonl, prompts and completions as they are and in their
-order. The flags are those of dpo_humanline.py, which reads the data and computes the log-probs; rows that it
-would leave out are left out.
+Writes quartile1.jsonl (the lowest log-probs) to quartile4.jsonl. The rows are unchanged and in their order.
+The flags are those of dpo_humanline.py, which reads the data and computes the log-probs. Rows that it skips
+are skipped here too.
 """
 
 import json
@@ -14,7 +14,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import tyro
 
@@ -29,39 +28,40 @@ class Args(dpo.Args):
     out: str = "runs/quartiles"  # folder for the four files
 
 
-@run.exit_on_error("reading or writing", OSError)
 def main(args: Args):
+    """Writes the four files."""
     if not args.model:
-        run.fail("it needs --model and --dataset")
+        raise run.InputError("set --model and --dataset")
     args.max_new_tokens = 1  # nothing is sampled
-    run.check_flags(args, args.batch_size)
-    _, _, device = dpo.setup(args)
-    tokenizer, eos_ids = utils.load_tokenizer(args.model, args.chat_template, args.eos_token)
-    rows = []
-    chosen = []
-    for number, row in dpo.load_rows(args.dataset, args.dataset_split):
-        with run.exit_on_error(f"{args.dataset}, line {number}"):
-            try:
-                best, _ = dpo.encode_row(args, tokenizer, eos_ids, row)
-            except utils.CannotTrain:
-                continue
+    _, _, device = run.setup(args, args.batch_size)
+    tokenizer, eos_ids = utils.load_tokenizer(args)
+    rows = []  # those that are not skipped
+    encode_row = dpo.encode_row
+
+    def encode_and_keep(args, tokenizer, eos_ids, row):
+        group = encode_row(args, tokenizer, eos_ids, row)
         rows.append(row)
-        chosen.append(best)
-    reference_dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
-    _, reference = dpo.load_models(args, reference_dtype, device)
-    logps, mask = utils.completion_logps(reference, chosen)
+        return group
+
+    dpo.encode_row = encode_and_keep
+    groups, _ = dpo.load_data(args, tokenizer, eos_ids)
+    chosen = [pair[0] for pair in groups]
+    _, reference = dpo.load_models(args, device, utils.longest_sequence(args, groups))
+    logps, mask = utils.completion_logps(reference, chosen, args.micro_batch_tokens)
     averages = logps.sum(1) / mask.sum(1)  # (B,)
     if dist.get_rank() == 0:
         out = Path(args.out)
-        out.mkdir(parents=True, exist_ok=True)
+        with run.library_errors(f"--out {out}"):
+            out.mkdir(parents=True, exist_ok=True)
         for i, quarter in enumerate(averages.argsort(stable=True).tensor_split(4), 1):
             lines = [json.dumps(rows[j], ensure_ascii=False) + "\n" for j in sorted(quarter.tolist())]
-            run.write(out / f"quartile{i}.jsonl", "".join(lines))
+            run.write_file(out / f"quartile{i}.jsonl", "".join(lines))
             bounds = f"from {averages[quarter].min():.3f} to {averages[quarter].max():.3f} nats"
-            print(f"quartile {i}: {len(lines)} rows, average token log-prob {bounds}")
+            print(f"quartile {i}: {len(lines)} rows with an average token log-prob {bounds}")
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    with run.exit_on_input_error():
+        main(tyro.cli(Args, description=__doc__))

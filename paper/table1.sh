@@ -1,15 +1,16 @@
 # Table 1 of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207v2): the settings that all
-# instruction-following runs share, written out. Six runs of Table 3, one offline and one online for each
-# objective.
+# instruction-following runs share. Six runs of Table 3, one offline and one online for each objective.
 #
-# Table 1 has no scores. A line here is the line of table3.sh with the same --output-dir, with every setting
-# of Table 1 named, though each is the default; the run's args.json records all of them. (python
-# dpo_humanline.py --model M --help prints the defaults.) AdamW's β, 0.9 and 0.999, are torch's and have no
-# flag. 10K pairs in batches of 32, or 20K sequences in batches of 64, are 312 steps; 12,288 online contexts
-# are 12 rounds of 1,024, drawn from 14,000 rows, because prompts over 625 tokens are dropped.
+# Table 1 has no scores. A line here names every setting of Table 1, although each is the default. Otherwise
+# it is the line of table3.sh with the same --output-dir. The run's args.json records all settings, and
+# `python dpo_humanline.py --model M --help` prints the defaults. AdamW's β, 0.9 and 0.999, are torch's
+# defaults and have no flag.
 #
-# One line is one run, complete, for 4 GPUs (4xH100 in Figure 11; not stated here). What it leaves, and how an
-# interrupted one goes on: paper/README.md.
+# 10K pairs in batches of 32, or 20K sequences in batches of 64, are 312 steps. 12,288 online prompts are 12
+# rounds of 1,024. They come from 14,000 rows, because prompts of more than 625 tokens are skipped.
+#
+# Each line is a complete run for 4 GPUs. The paper does not state the hardware here; Figure 11 has 4xH100.
+# paper/README.md says what a run leaves and how to resume it.
 
 [ -e ref.json ] || curl -fL -o ref.json https://raw.githubusercontent.com/tatsu-lab/alpaca_eval/main/results/gpt4_1106_preview/model_outputs.json
 [ -e ref.jsonl ] || python -c "import json; [print(json.dumps(row)) for row in json.load(open('ref.json'))]" > ref.jsonl
@@ -18,16 +19,16 @@
 torchrun --nproc-per-node 4 dpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --num-steps 312 --batch-size 32 --adam-eps 1e-5 --weight-decay 1e-2 --warmup-fraction 0.1 --log-epsilon-P -1.5 --log-epsilon-R 1.5 --k 1 --max-new-tokens 2048 --temperature 0.7 --top-p 0.95 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/dpo-offline-humanline
 
 # DPO online + humanline, as in table3.sh. Table 3: LC-WR 26.84, no standard error; WR 23.64; length 1774.
-torchrun --nproc-per-node 4 dpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:14000]" --online --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code --num-steps 312 --batch-size 32 --adam-eps 1e-5 --weight-decay 1e-2 --warmup-fraction 0.1 --log-epsilon-P -1.5 --log-epsilon-R 1.5 --k 1 --max-new-tokens 2048 --temperature 0.7 --top-p 0.95 --round-prompts 1024 --samples-per-prompt 8 --reward-threshold 0.01 --lr 2.5e-6 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/dpo-online-humanline
+torchrun --nproc-per-node 4 dpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:14000]" --online --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code --num-steps 312 --batch-size 32 --adam-eps 1e-5 --weight-decay 1e-2 --warmup-fraction 0.1 --log-epsilon-P -1.5 --log-epsilon-R 1.5 --k 1 --max-new-tokens 2048 --temperature 0.7 --top-p 0.95 --round-prompts 1024 --samples-per-prompt 8 --reward-threshold 0.01 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/dpo-online-humanline
 
 # KTO offline + humanline, as in table3.sh. Table 3: LC-WR 22.19, no standard error; WR 14.70; length 1407.
 torchrun --nproc-per-node 4 kto_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --num-steps 312 --batch-size 64 --adam-eps 1e-5 --weight-decay 1e-2 --warmup-fraction 0.1 --log-epsilon-P -1.5 --log-epsilon-R 1.5 --k 1 --max-new-tokens 2048 --temperature 0.7 --top-p 0.95 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/kto-offline-humanline
 
 # KTO online + humanline, as in table3.sh. Table 3: LC-WR 22.79, no standard error; WR 18.78; length 1663.
-torchrun --nproc-per-node 4 kto_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:14000]" --online --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code --num-steps 312 --batch-size 64 --adam-eps 1e-5 --weight-decay 1e-2 --warmup-fraction 0.1 --log-epsilon-P -1.5 --log-epsilon-R 1.5 --k 1 --max-new-tokens 2048 --temperature 0.7 --top-p 0.95 --round-prompts 1024 --samples-per-prompt 8 --reward-threshold 0.01 --lr 2.5e-6 --max-grad-norm 0.1 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/kto-online-humanline
+torchrun --nproc-per-node 4 kto_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:14000]" --online --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code --num-steps 312 --batch-size 64 --adam-eps 1e-5 --weight-decay 1e-2 --warmup-fraction 0.1 --log-epsilon-P -1.5 --log-epsilon-R 1.5 --k 1 --max-new-tokens 2048 --temperature 0.7 --top-p 0.95 --round-prompts 1024 --samples-per-prompt 8 --reward-threshold 0.01 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/kto-online-humanline
 
 # GRPO offline + humanline, as in table3.sh. Table 3: LC-WR 25.24, no standard error; WR 18.11; length 1488.
 torchrun --nproc-per-node 4 grpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --num-steps 312 --batch-size 64 --adam-eps 1e-5 --weight-decay 1e-2 --warmup-fraction 0.1 --log-epsilon-P -1.5 --log-epsilon-R 1.5 --k 1 --max-new-tokens 2048 --temperature 0.7 --top-p 0.95 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/grpo-offline-humanline
 
 # GRPO online + humanline, as in table3.sh. Table 3: LC-WR 26.10, no standard error; WR 21.57; length 1647.
-torchrun --nproc-per-node 4 grpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:14000]" --online --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code --num-steps 312 --batch-size 64 --adam-eps 1e-5 --weight-decay 1e-2 --warmup-fraction 0.1 --log-epsilon-P -1.5 --log-epsilon-R 1.5 --k 1 --max-new-tokens 2048 --temperature 0.7 --top-p 0.95 --round-prompts 1024 --samples-per-prompt 8 --reward-threshold 0.01 --max-grad-norm 0.5 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/grpo-online-humanline
+torchrun --nproc-per-node 4 grpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:14000]" --online --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code --num-steps 312 --batch-size 64 --adam-eps 1e-5 --weight-decay 1e-2 --warmup-fraction 0.1 --log-epsilon-P -1.5 --log-epsilon-R 1.5 --k 1 --max-new-tokens 2048 --temperature 0.7 --top-p 0.95 --round-prompts 1024 --samples-per-prompt 8 --reward-threshold 0.01 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/grpo-online-humanline

@@ -1,11 +1,11 @@
 # Table 4 of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207v2): Llama3-8B-Instruct on two
 # versions of the offline data. Twelve runs.
 #
-# One line is one run, complete, for 4 GPUs (4xH100 in Figure 11; not stated here). What it leaves, and how an
-# interrupted one goes on: paper/README.md.
+# Each line is a complete run for 4 GPUs. The paper does not state the hardware here; Figure 11 has 4xH100.
+# paper/README.md says what a run leaves and how to resume it.
 #
-# The paper gives no settings for this table: Table 3's are taken for both data sets. It says that the
-# contexts of both are the same, but not which 10K: here it is the first 10,000 rows of each, and whether
+# The paper gives no settings for this table, so these are Table 3's for both data sets. The paper says that
+# both have the same prompts, but not which 10K. Here they are the first 10,000 rows of each data set. Whether
 # these have the same prompts was not checked.
 
 [ -e ref.json ] || curl -fL -o ref.json https://raw.githubusercontent.com/tatsu-lab/alpaca_eval/main/results/gpt4_1106_preview/model_outputs.json
@@ -14,7 +14,7 @@
 # Completions by Llama3-8B-Instruct. These six are runs of Table 3.
 
 # KTO offline, Llama3-8B data. Table 4: LC-WR 17.40, no standard error; WR 14.13; length 1658.
-torchrun --nproc-per-node 4 kto_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --no-humanline --max-grad-norm 1.0 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/kto-offline
+torchrun --nproc-per-node 4 kto_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --no-humanline --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/kto-offline
 
 # KTO offline + humanline, Llama3-8B data. Table 4: LC-WR 22.19, no standard error; WR 14.70; length 1407.
 torchrun --nproc-per-node 4 kto_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/kto-offline-humanline
@@ -26,7 +26,7 @@ torchrun --nproc-per-node 4 dpo_humanline.py --model meta-llama/Meta-Llama-3-8B-
 torchrun --nproc-per-node 4 dpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/dpo-offline-humanline
 
 # GRPO offline, Llama3-8B data. Table 4: LC-WR 15.52, no standard error; WR 12.61; length 1648.
-torchrun --nproc-per-node 4 grpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --no-humanline --epsilon 0.5 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/grpo-offline
+torchrun --nproc-per-node 4 grpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --no-humanline --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/grpo-offline
 
 # GRPO offline + humanline, Llama3-8B data. Table 4: LC-WR 25.24, no standard error; WR 18.11; length 1488.
 torchrun --nproc-per-node 4 grpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/grpo-offline-humanline
@@ -34,7 +34,7 @@ torchrun --nproc-per-node 4 grpo_humanline.py --model meta-llama/Meta-Llama-3-8B
 # Completions by Gemma2-9B-Instruct.
 
 # KTO offline, Gemma2-9B data. Table 4: LC-WR 18.10, no standard error; WR 15.28; length 1698.
-torchrun --nproc-per-node 4 kto_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/gemma2-ultrafeedback-armorm --dataset-split "train[:10000]" --no-humanline --max-grad-norm 1.0 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/kto-offline-gemma-data
+torchrun --nproc-per-node 4 kto_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/gemma2-ultrafeedback-armorm --dataset-split "train[:10000]" --no-humanline --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/kto-offline-gemma-data
 
 # KTO offline + humanline, Gemma2-9B data. Table 4: LC-WR 22.18, no standard error; WR 20.30; length 1836.
 torchrun --nproc-per-node 4 kto_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/gemma2-ultrafeedback-armorm --dataset-split "train[:10000]" --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/kto-offline-humanline-gemma-data
@@ -46,7 +46,7 @@ torchrun --nproc-per-node 4 dpo_humanline.py --model meta-llama/Meta-Llama-3-8B-
 torchrun --nproc-per-node 4 dpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/gemma2-ultrafeedback-armorm --dataset-split "train[:10000]" --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/dpo-offline-humanline-gemma-data
 
 # GRPO offline, Gemma2-9B data. Table 4: LC-WR 12.64, no standard error; WR 10.84; length 1696.
-torchrun --nproc-per-node 4 grpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/gemma2-ultrafeedback-armorm --dataset-split "train[:10000]" --no-humanline --epsilon 0.5 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/grpo-offline-gemma-data
+torchrun --nproc-per-node 4 grpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/gemma2-ultrafeedback-armorm --dataset-split "train[:10000]" --no-humanline --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/grpo-offline-gemma-data
 
 # GRPO offline + humanline, Gemma2-9B data. Table 4: LC-WR 24.24, no standard error; WR 18.99; length 1587.
 torchrun --nproc-per-node 4 grpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/gemma2-ultrafeedback-armorm --dataset-split "train[:10000]" --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/grpo-offline-humanline-gemma-data

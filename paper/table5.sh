@@ -2,18 +2,19 @@
 # DPO, on two versions of the offline data and online. Five runs, and the untrained model. Figure 9 shows this
 # model too.
 #
-# One line is one run, complete, for 8 GPUs of 141 GB (not stated). What it leaves, and how an interrupted one
-# goes on: paper/README.md.
+# Each line is a complete run for 8 GPUs with 141 GB. paper/README.md says what a run leaves and how to resume
+# it.
 #
-# Learning rate and β are the table's (β 0.1 and the norm 1.0 are the defaults). The maximal gradient norm is
-# not given, nor what the baseline was sampled with: here it is sampled as the others are. Figure 9's caption
-# speaks of KTO and GRPO on this model as well, for which the paper gives no settings.
+# The learning rate and β are the table's; β 0.1 is the default. The table gives no maximum gradient norm, so
+# all runs have 1.0. It does not say how the untrained model was sampled; here it is sampled like the others.
+# The caption of Figure 9 also mentions KTO and GRPO with this model, but the paper gives no settings for
+# them.
 #
-# The paper does not state the hardware. A rank samples with a whole copy of the model (50.7 GiB), so the
-# lines are for 8 GPUs of 141 GB: benchmark/memory.py estimates 72 GiB in training and 118 while sampling,
-# online 86 and 132. With --eval-samples 0, and without --eval-dataset, offline training alone needs the 72. A
-# checkpoint is about 380 GB. That Gemma's tokenizer keeps all 805 instructions within 625 tokens was not
-# checked: the run says how many are left.
+# The paper does not state the hardware. Each rank samples with a complete copy of the model (50.7 GiB), which
+# is why the GPUs need 141 GB. benchmark/memory.py estimates 72 GiB in training and 118 GiB while sampling;
+# online 86 and 132 GiB. Offline training alone, with --eval-samples 0 and without --eval-dataset, needs 72
+# GiB. A checkpoint is about 380 GB. Whether Gemma's tokenizer keeps all 805 prompts within 625 tokens was not
+# checked; the run prints how many rows it reads.
 
 [ -e ref.json ] || curl -fL -o ref.json https://raw.githubusercontent.com/tatsu-lab/alpaca_eval/main/results/gpt4_1106_preview/model_outputs.json
 [ -e ref.jsonl ] || python -c "import json; [print(json.dumps(row)) for row in json.load(open('ref.json'))]" > ref.jsonl
@@ -35,4 +36,4 @@ torchrun --nproc-per-node 8 dpo_humanline.py --model google/gemma-2-27b-it --dat
 torchrun --nproc-per-node 8 dpo_humanline.py --model google/gemma-2-27b-it --dataset princeton-nlp/gemma2-ultrafeedback-armorm --dataset-split "train[:10000]" --lr 2.5e-6 --vllm-memory 0.5 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/27b-offline-humanline-gemma-data
 
 # Online, with the prompts of the Gemma2-9B data. Table 5: LC-WR 66.49 ± 1.48; WR 74.22; length not given.
-torchrun --nproc-per-node 8 dpo_humanline.py --model google/gemma-2-27b-it --dataset princeton-nlp/gemma2-ultrafeedback-armorm --dataset-split "train[:14000]" --online --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code --no-humanline --lr 2.5e-6 --vllm-memory 0.5 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/27b-online
+torchrun --nproc-per-node 8 dpo_humanline.py --model google/gemma-2-27b-it --dataset princeton-nlp/gemma2-ultrafeedback-armorm --dataset-split "train[:14000]" --online --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code --no-humanline --lr 2.5e-6 --max-grad-norm 1.0 --vllm-memory 0.5 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/27b-online

@@ -1,11 +1,11 @@
 # Table 6 of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207v2): bounds of humanline
 # clipping, Llama3-8B-Instruct, DPO. Five runs.
 #
-# One line is one run, complete, for 4 GPUs (4xH100 in Figure 11; not stated here). What it leaves, and how an
-# interrupted one goes on: paper/README.md.
+# Each line is a complete run for 4 GPUs. The paper does not state the hardware here; Figure 11 has 4xH100.
+# paper/README.md says what a run leaves and how to resume it.
 #
-# The caption says "humanline DPO"; its row of -1.5 and 1.5 has the LC-WR and the length of offline +
-# humanline in Table 3, so all five are offline.
+# The caption says "humanline DPO". Its row with -1.5 and 1.5 has the LC-WR and the length of offline +
+# humanline in Table 3, so all five runs are offline.
 
 [ -e ref.json ] || curl -fL -o ref.json https://raw.githubusercontent.com/tatsu-lab/alpaca_eval/main/results/gpt4_1106_preview/model_outputs.json
 [ -e ref.jsonl ] || python -c "import json; [print(json.dumps(row)) for row in json.load(open('ref.json'))]" > ref.jsonl

@@ -1,7 +1,8 @@
-"""Runs of the scripts on the embedded toys, and the csv rows that are made of them.
+"""Runs the scripts on the embedded toys, and makes csv rows of the runs.
 
-As many run at a time as there are cores, one thread each. Finished runs stay in runs/miniature and are not
-made again, whoever asks for them, until a script, run.py, utils.py, a variant or toy/ changes.
+There are as many runs at a time as cores, and each has one thread. A finished run stays in runs/miniature and
+is used again by every plan that needs it. It is made again only after a change of what it computes: a script,
+run.py, utils.py, a variant or toy/.
 """
 
 import csv
@@ -27,35 +28,43 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "paper" / "results"
 CACHE = ROOT / "runs" / "miniature"
 sys.path.insert(0, str(ROOT))
-from run import fail, write  # noqa: E402
+from run import write_file  # noqa: E402
 from toy import make  # noqa: E402
 
-# What a run computes depends on these.
+# What a run computes depends on these files.
 CODE = ["dpo_humanline.py", "kto_humanline.py", "grpo_humanline.py", "grpo_math_humanline.py", "run.py"]
 CODE += ["utils.py", "paper/frontier.py", "paper/quartiles.py", "paper/variants.py", "toy", ":!toy/README.md"]
-FIRST_SEED = 11  # those below are for tuning
-# Ends that are results: a prompt's samples differ no more, only those of one prompt do, or training diverged.
-COLLAPSED = r"error: (.*(?:no prompt's rewards differ|the batch has one prompt|lower --lr|differ by nan).*)"
-INSTANCES = (1, 2, 3, 4, 5)  # tales drawn anew
-TASKS = range(11, 31)  # more of them, which a study reports
-STORIES = (1, 2, *range(11, 23))  # stories drawn anew: two to tune on, twelve that a study reports
+FIRST_SEED = 11  # of the reported runs; smaller seeds are for tuning
+# Some errors are results. Either the policy has collapsed, so that the samples of a prompt, or of all
+# prompts, are equal; or training has diverged. Any other error ends the program.
+COLLAPSED = r"error: (.*(?:no prompt's rewards differ|the batch has one prompt|lower --lr|nan nats apart).*)"
+INSTANCES = (1, 2, 3, 4, 5)  # seeds of toy/make.py: the tales' task with another judge and other data
+TASKS = range(11, 31)  # further seeds, for one study
+STORIES = (1, 2, *range(11, 23))  # seeds of the stories' task: two for tuning, twelve for the report
+# --model starts with Table 3's settings, which differ between variants. All arms of a study have these
+# instead.
+COMMON = {
+    "dpo": "--max-grad-norm 1",
+    "kto": "--max-grad-norm 1",
+    "grpo": "--max-grad-norm 1 --epsilon 0.15",
+}
 
 
 class Arm(NamedTuple):
     panel: str
     name: str
     script: str  # dpo, kto, grpo or grpo_math
-    flags: str  # besides the learning rate and the seed
-    lrs: tuple[float, ...]  # the grid; a single one is not tuned
-    options: tuple[str, ...] = ("",)  # flags that are tuned together with the rate
-    then: tuple[str, ...] = ()  # flags that are tried at the best of these alone
-    variant: str = ""  # of paper/variants.py
+    flags: str  # all flags but the learning rate and the seed
+    lrs: tuple[float, ...]  # the grid of learning rates; a single rate is not tuned
+    options: tuple[str, ...] = ("",)  # flags that are tuned together with the learning rate
+    then: tuple[str, ...] = ()  # flags that are tried only with the best rate and option
+    variant: str = ""  # a name of paper/variants.py
 
 
 def arms(panel, script, lrs: tuple, flags: dict[str, str], common="", options: tuple = ("",)) -> list[Arm]:
-    """The arms of a panel. The first is the one that the others are tested against.
+    """Makes the arms of a panel. All other arms are tested against the first one.
 
-    flags: by arm. What stands before the first `--` is a name of paper/variants.py.
+    flags: {name of the arm: its flags}. A word before the first `--` is a name of paper/variants.py.
     """
     made = []
     for name, own in flags.items():
@@ -65,8 +74,8 @@ def arms(panel, script, lrs: tuple, flags: dict[str, str], common="", options: t
     return made
 
 
-TOPICS = "'\"about (cat|dog|king|girl|boat|drum)\"'"  # half of each kind, to tune on
-PREPARE = {  # {file or folder of the flags: the command that makes it}
+TOPICS = "'\"about (cat|dog|king|girl|boat|drum)\"'"  # half of the topics of each kind, for tuning
+PREPARE = {  # {file or folder in an arm's flags: the command that makes it}
     "runs/quartiles_toy": (
         "python paper/quartiles.py --model toy/bouquets/policy "
         "--dataset toy/bouquets/preferences_train.jsonl.gz --out runs/quartiles_toy"
@@ -87,25 +96,31 @@ for i in STORIES:
 
 
 def commit() -> str:
-    """The last commit that changed what runs compute."""
+    """Returns the last commit that changed what runs compute."""
     if git("status", "--porcelain", "--", *CODE):
-        fail(f"{', '.join(CODE)}: commit the changes first; a row names the commit that repeats it")
+        files = ", ".join(CODE)
+        raise SystemExit(f"error: {files}: commit the changes first; a row names the commit that repeats it")
     found = git("log", "-1", "--format=%h", "--", *CODE)
     if not found:
-        fail(f"{ROOT} is not a git clone; a row names the commit that repeats it")
+        raise SystemExit(f"error: {ROOT} must be a git clone; a row names the commit that repeats it")
     return found
 
 
 def git(*words: str) -> str:
+    """Returns what a git command prints."""
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def command(arm: Arm, lr: float, seed: int, more: str = "") -> str:
-    """What repeats a run, from the root of the repository. more: flags of this run alone."""
+    """Returns the command that repeats a run from the root of the repository.
+
+    more: flags of this run alone. They come last, so they override the arm's flags.
+    """
     program = f"{arm.script}_humanline.py"
     if arm.variant:
         program = f"paper/variants.py {arm.variant} {arm.script}_humanline"
-    flags = f"--engine hf --checkpoint-every 0 --lr {lr:g} --seed {seed} {arm.flags} {more}"
+    common = COMMON[arm.script] if "--model " in arm.flags else ""
+    flags = f"--engine hf --checkpoint-every 0 --lr {lr:g} --seed {seed} {common} {arm.flags} {more}"
     line = f"python {program} {' '.join(flags.split())}"
     for path, preparation in PREPARE.items():
         if path in line:
@@ -114,12 +129,13 @@ def command(arm: Arm, lr: float, seed: int, more: str = "") -> str:
 
 
 def folder_of(line: str, at: str) -> Path:
+    """Returns the folder of a command's run at a commit."""
     digest = hashlib.sha256(f"{at} {line}".encode()).hexdigest()
     return CACHE / digest[:16]
 
 
 def run_all(lines: list[str], at: str):
-    """Runs those commands of `command` that are not finished, which end.json in a folder says."""
+    """Runs the commands that have not finished yet. A finished run has an end.json in its folder."""
     CACHE.mkdir(parents=True, exist_ok=True)
     with FileLock(CACHE / ".lock"), ThreadPoolExecutor(os.cpu_count()) as pool:
         lines = list(dict.fromkeys(lines))
@@ -133,15 +149,15 @@ def run_all(lines: list[str], at: str):
 
 
 def prepare(line: str, at: str):
-    """Makes the data of a run, once."""
+    """Runs a command that makes data, once for each commit."""
     made = folder_of(line, at).with_suffix(".made")
     if line and not made.exists():
         shell(line).check_returncode()
-        write(made, line)
+        write_file(made, line)
 
 
 def start(line: str, folder: Path):
-    """A run. Both ends of it count: that it trained, and that it collapsed. Others end the program."""
+    """Runs a command and writes end.json, also if the policy collapsed. Any other error ends the program."""
     shutil.rmtree(folder, ignore_errors=True)
     training = f"{line.rpartition('&& ')[2]} --output-dir {folder}"
     started = time.monotonic()
@@ -155,32 +171,36 @@ def start(line: str, folder: Path):
         end["failed"] = collapse[1]
     elif "/stories/policy" in line:
         shell(f"python paper/frontier.py {folder}").check_returncode()
-    write(folder / "end.json", json.dumps(end))
+    write_file(folder / "end.json", json.dumps(end))
 
 
 def processor() -> str:
-    """On what a row repeats to the last digit: "x86_64 AVX2". Other instructions round otherwise."""
+    """Returns the kind of processor on which a row repeats to the last digit, for example "x86_64 AVX2".
+
+    Other instructions round in another way.
+    """
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def shell(line: str) -> subprocess.CompletedProcess:
-    """Runs a line from the root of the repository, with this Python, on one thread."""
+    """Runs a shell line from the root of the repository, with this Python and one thread."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": path}
     return subprocess.run(line, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 def rows_of(runs: list[tuple], at: str) -> list[dict]:
-    """The csv's rows of (arm, learning rate, seed, more flags), all of which are run first if need be."""
+    """Returns the csv rows of runs, (arm, learning rate, seed, further flags), after making those runs."""
     run_all([command(*one) for one in runs], at)
     return [row_of(*one, at) for one in runs]
 
 
 def row_of(arm: Arm, lr: float, seed: int, more: str, at: str) -> dict:
-    """Of a finished run.
+    """Returns the csv row of a finished run. Among its columns are:
 
-    clipped: share of tokens outside the bounds, clipped or not, mean over steps. grad_norm_max: the largest
-    gradient norm of a step. curve: mean of the evaluations during training.
+    clipped: fraction of tokens beyond the bounds, whether clipped or not, mean over steps.
+    grad_norm_max: largest gradient norm of a step.
+    curve: mean of the evaluations during and after training.
     """
     line = command(arm, lr, seed, more)
     folder = folder_of(line, at)
@@ -198,17 +218,18 @@ def row_of(arm: Arm, lr: float, seed: int, more: str, at: str) -> dict:
         row["judge"] = judged(folder)
     row["clipped"] = fmean(step["humanline/clipped_low"] + step["humanline/clipped_high"] for step in steps)
     row["grad_norm_max"] = max(step["grad_norm"] for step in steps)
-    curve = {}  # {column: accuracy after so many steps}
+    curve = {}  # {column: accuracy after that number of updates}
     for step in steps:
         if "eval/accuracy" in step:
-            curve[f"eval/accuracy@{step['step'] + 1}"] = step["eval/accuracy"]
+            curve[f"eval/accuracy@{step['step']}"] = step["eval/accuracy"]
     if curve:
+        curve[f"eval/accuracy@{len(steps)}"] = row["eval/accuracy"]
         row |= {"curve": fmean(curve.values()), **curve}
     return row
 
 
 def frontier_columns(points: dict[str, dict]) -> dict[str, float]:
-    """Of the last step all, of the others the two that make a picture: judge@15, kl@15."""
+    """Returns all values of the last step, and judge and KL of every step: judge@15, kl@15."""
     columns = {}
     for step, point in points.items():
         columns |= {f"{name}@{step}": point[name] for name in ("judge", "kl")}
@@ -216,27 +237,29 @@ def frontier_columns(points: dict[str, dict]) -> dict[str, float]:
 
 
 def read_steps(folder: Path) -> list[dict]:
+    """Returns the metrics of a run's steps."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def read_summary(folder: Path) -> dict:
+    """Returns the evaluations before and after training."""
     return json.loads((folder / "summary.json").read_text())
 
 
 def judged(folder: Path) -> float:
-    """Mean score that the toy's hidden judge gives to a run's last samples."""
+    """Returns the mean score that the toy's hidden judge gives to a run's last samples."""
     model = json.loads((folder / "args.json").read_text())["model"]
     samples = json.loads((folder / "outputs.json").read_text())
     judge = judge_of(model)
     score = fmean(judge(sample["instruction"], sample["output"]) for sample in samples)
-    if "shell_game" in model:  # without </answer> nothing is right
+    if "shell_game" in model:  # its judge gives 0 to an unfinished sample
         return score
     finished, _ = read_summary(folder)["after"].get("eval/finished", (1.0, None))
-    return score - (1 - finished)  # an unfinished one costs 1
+    return score - (1 - finished)  # an unfinished sample costs 1
 
 
 def judge_of(model: str):
-    """The hidden judge of a toy's policy: that of runs/instances/3/tales/policy is of instance 3."""
+    """Returns the hidden judge of a policy's toy; for runs/instances/3/tales/policy that of instance 3."""
     if "shell_game" in model:
         return make.judge_shell_game
     if "bouquets" in model:
@@ -248,7 +271,10 @@ def judge_of(model: str):
 
 
 def untrained(arms: list[Arm], metrics: list[str], at: str, seeds: tuple, more: str = "") -> dict[str, dict]:
-    """{panel: {metric: score before training}}, each the mean over seeds of the evaluation."""
+    """Returns {panel: {metric: score before training}}, means over the seeds of the evaluation.
+
+    The runs make one step with a learning rate of 1e-30, which changes no weight.
+    """
     first_of = {}
     for arm in arms:
         first_of.setdefault(arm.panel, arm._replace(name="untrained"))
@@ -266,8 +292,9 @@ def untrained(arms: list[Arm], metrics: list[str], at: str, seeds: tuple, more: 
 
 
 def write_csv(path: Path, rows: list[dict]):
+    """Writes rows. Columns stand in the order in which the rows have them first."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    columns = {}  # in the order in which rows bring them
+    columns = {}
     for row in rows:
         columns |= row
     with path.open("w", newline="") as file:

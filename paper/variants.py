@@ -1,12 +1,16 @@
-"""Other methods in a script, each a replacement of one of its functions.
+"""Trains with another method, which replaces one function of a script.
 
     python paper/variants.py sampling grpo_humanline --k 16
     torchrun paper/variants.py cispo grpo_math_humanline --sample-every 64 --no-humanline --epsilon 1e9
 
-The first word is a name of VARIANTS, the second a script, the rest are its flags. What is not replaced is the
-script's own: in GRPO the loss is a mean over the tokens of the batch, with its KL penalty, and without
-humanline the reference is the policy that sampled. `--no-humanline --epsilon 1e9` goes with those that bring
-their own bound.
+The first word is a variant: a name of VARIANTS, or trust-region. The second word is a script, without .py.
+All other words are flags of the script. Everything else is the script's own. For example, the loss of GRPO
+stays a mean over the tokens of the batch, with its KL penalty, and without humanline the reference stays the
+policy that has sampled. Variants that bring their own bound need `--no-humanline --epsilon 1e9`, so that no
+other bound is left.
+
+To add a variant, write a function with the arguments and results of the script's function, and add both names
+to VARIANTS.
 """
 
 import math
@@ -24,28 +28,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import run  # noqa: E402
 import utils  # noqa: E402
 
-LAST = SimpleNamespace(step=0, input_ids=None, mask=None)  # of the pass that calls a replacement
+# The step and the tokens of the micro-batch that calls a replaced function
+LAST = SimpleNamespace(step=0, input_ids=None, mask=None)
 
 
-def remember_passes(script):
-    """Keeps in LAST what `clip_log_ratio` is not given."""
+def remember_micro_batches(script):
+    """Keeps in LAST what `clip_log_ratio` does not get as arguments."""
     draw_batch, pad_batch = script.draw_batch, utils.pad_batch
 
-    def remember_step(groups, number, size, seed):
+    def draw_and_remember(groups, number, size, seed):
         LAST.step = (seed, number)
         return draw_batch(groups, number, size, seed)
 
-    def remember_pass(examples, device):
+    def pad_and_remember(examples, device):
         LAST.input_ids, LAST.mask = pad_batch(examples, device)
         return LAST.input_ids, LAST.mask
 
-    script.draw_batch, utils.pad_batch = remember_step, remember_pass
+    script.draw_batch, utils.pad_batch = draw_and_remember, pad_and_remember
+
+
+# === Clipping ===
+def no_clipping(args, log_ratio):
+    """Leaves all log-ratios as they are: syncing alone. The metrics of clipping still count by the bounds."""
+    return log_ratio
 
 
 def humanline_sampling(args, log_ratio, kappa=100.0, M=10.0):
-    """Equation 5 in place of clipping: a token with ratio < M·B_P or 1/ratio < M·B_R loses its gradient.
+    """Applies equation 5 instead of clipping: ratio < M·B_P or 1/ratio < M·B_R removes a token's gradient.
 
-    kappa: of the Beta draws (k in Theorem 4.3's proof); → ∞ is clipping. M: M_P = M_R.
+    kappa: concentration of the Beta draws (k in the proof of Theorem 4.3); κ → ∞ is clipping.
+    M: M_P and M_R.
     """
     too_low = log_ratio.exp() < M * beta_draws(log_ratio, 0, kappa, math.exp(args.log_epsilon_P) / M)
     too_high = (-log_ratio).exp() < M * beta_draws(log_ratio, 1, kappa, math.exp(-args.log_epsilon_R) / M)
@@ -53,10 +65,11 @@ def humanline_sampling(args, log_ratio, kappa=100.0, M=10.0):
 
 
 def beta_draws(log_ratio, stream, kappa, mean):
-    """Draws of Beta(κ·mean, κ·(1 - mean)) as in Theorem 4.3, (B, T).
+    """Draws from Beta(κ·mean, κ·(1 - mean)) as in Theorem 4.3, (B, T).
 
-    A row's depend on the seed, the step (online: the round) and its tokens alone: they are the same on any
-    number of ranks and passes. After a resume in the middle of a round they are others.
+    The draws of a sequence depend only on the seed, the step (online: the round) and its tokens. Therefore
+    they are the same for any number of ranks and micro-batches. A run that is resumed within a round gets
+    others.
     """
     draws = []
     for ids, row_mask in zip(LAST.input_ids, LAST.mask):
@@ -66,8 +79,29 @@ def beta_draws(log_ratio, stream, kappa, mean):
     return torch.as_tensor(np.stack(draws), dtype=log_ratio.dtype, device=log_ratio.device)
 
 
+def icepop(args, log_ratio, lowest=0.5, highest=5.0):
+    """Applies IcePop (Ling team, Ring-1T): a token whose ratio is outside [0.5, 5] gets no gradient.
+
+    In IcePop the ratio is between the training and the inference engine. Here it is between the policy and
+    the policy that has sampled.
+    """
+    ratio = log_ratio.exp()
+    return torch.where((ratio < lowest) | (ratio > highest), log_ratio.detach(), log_ratio)
+
+
+def gspo(args, log_ratio):
+    """Applies GSPO (2507.18071, eq. 7): all tokens of a sequence have one ratio, their geometric mean.
+
+    --epsilon clips this ratio. In GSPO the loss is a mean over sequences. Here it is a mean over tokens, so
+    longer sequences weigh more.
+    """
+    lengths = LAST.mask.sum(-1, keepdim=True)
+    return ((log_ratio * LAST.mask).sum(-1, keepdim=True) / lengths).expand_as(log_ratio)
+
+
+# === Losses of GRPO ===
 def clip_higher(clipped_log_ratio, log_ratio, advantages, beta, epsilon, upper):
-    """DAPO (2503.14476, eq. 10): the ratio's upper bound is another than 1 + ε."""
+    """Computes DAPO's loss (2503.14476, eq. 10): the upper bound of the ratio is `upper`, not 1 + ε."""
     A = advantages.unsqueeze(-1)
     ratio = clipped_log_ratio.exp()
     loss = penalty(log_ratio, beta) - torch.minimum(A * ratio, A * ratio.clamp(1 - epsilon, upper))
@@ -76,9 +110,10 @@ def clip_higher(clipped_log_ratio, log_ratio, advantages, beta, epsilon, upper):
 
 
 def cispo(clipped_log_ratio, log_ratio, advantages, beta, epsilon, upper=5.0):
-    """MiniMax-M1 (2506.13585, eq. 4): no token loses its gradient; the ratio is a weight of at most `upper`.
+    """Computes CISPO's loss (MiniMax-M1, 2506.13585, eq. 4): the ratio is a weight of at most `upper`.
 
-    log π_θ/π_ref has the gradient of log π_θ, since π_ref is constant. upper: as in TRL's documentation.
+    The weight has no gradient, and no token loses its gradient. log π_θ/π_ref has the gradient of log π_θ,
+    because π_ref is constant. The default of `upper` is that of TRL's documentation.
     """
     ratio = clipped_log_ratio.exp()
     weight = ratio.clamp(max=upper).detach() * advantages.unsqueeze(-1)
@@ -86,36 +121,15 @@ def cispo(clipped_log_ratio, log_ratio, advantages, beta, epsilon, upper=5.0):
     return loss, ratio.detach(), penalty(log_ratio, 1).detach(), torch.zeros_like(ratio, dtype=torch.bool)
 
 
-def penalty(log_ratio, beta):
-    """The script's KL estimate, β·k3."""
-    return beta * ((-log_ratio).exp() + log_ratio - 1)
-
-
-def icepop(args, log_ratio, lowest=0.5, highest=5.0):
-    """IcePop (Ling team, Ring-1T): a token whose ratio is outside [0.5, 5] has no gradient.
-
-    There the ratio is of training to inference engine, here of policy to the one that sampled.
-    """
-    ratio = log_ratio.exp()
-    return torch.where((ratio < lowest) | (ratio > highest), log_ratio.detach(), log_ratio)
-
-
-def gspo(args, log_ratio):
-    """GSPO (2507.18071, eq. 7): a sequence's one ratio is the geometric mean of its tokens', and --epsilon's.
-
-    Here a mean over tokens follows, there one over sequences: longer ones weigh more here.
-    """
-    lengths = LAST.mask.sum(-1, keepdim=True)
-    return ((log_ratio * LAST.mask).sum(-1, keepdim=True) / lengths).expand_as(log_ratio)
-
-
 def m2po(clipped_log_ratio, log_ratio, advantages, beta, epsilon, limit=0.04):
-    """M2PO (2510.01161, Algorithm 1): of the tokens that a clip could stop, those with the largest
-    |log ratio| lose their gradient, as many as bring the mean square of the others to 0.04.
+    """Computes M2PO's loss (2510.01161, Algorithm 1): the largest |log ratio| lose their gradient.
 
-    A clip could stop ratios above 1 where A > 0, below 1 where A < 0. Over the tokens of a pass, which is the
-    batch on the toy. The authors' code (Infini-AI-Lab/M2PO, af54a3e) chooses among the same tokens, but clips
-    them, at a bound of 1 - 0.3 or lower and 1 + 0.5 or higher.
+    They are chosen among the tokens that a clip could stop: those with a ratio above 1 where A > 0, and below
+    1 where A < 0. As many lose their gradient as bring the mean square of the others down to `limit`. The
+    mean is over a micro-batch, which is the whole batch on the toy.
+
+    The authors' code (Infini-AI-Lab/M2PO, af54a3e) chooses among the same tokens. But it clips them, at a
+    bound of 1 - 0.3 or lower and 1 + 0.5 or higher.
     """
     A = advantages.unsqueeze(-1)
     ratio = clipped_log_ratio.exp()
@@ -130,7 +144,40 @@ def m2po(clipped_log_ratio, log_ratio, advantages, beta, epsilon, limit=0.04):
     return loss, ratio.detach(), penalty(log_ratio, 1).detach(), removed
 
 
-VARIANTS = {  # {name: (the script's function, what replaces it)}
+def penalty(log_ratio, beta):
+    """Computes the script's KL penalty, β·k3."""
+    return beta * ((-log_ratio).exp() + log_ratio - 1)
+
+
+# === Syncing ===
+def sync_after_update(script):
+    """Changes syncing to a trust region (Figure 10): after every k-th update, and not before an update.
+
+    With k = 1 policy and reference are always equal. Nothing is clipped. The sync is made when the next step
+    draws its batch: nothing reads the reference in between, and a resumed run makes it too.
+    """
+    load_models, draw_batch, sync_reference = script.load_models, script.draw_batch, script.sync_reference
+    state = SimpleNamespace()
+
+    def load_and_remember(args, *rest):
+        if getattr(args, "online", True):  # grpo_math, which has no such flag, always samples
+            raise run.InputError("trust-region is for offline data: an online round must sync when it starts")
+        state.k = args.k
+        state.policy, state.reference = load_models(args, *rest)
+        return state.policy, state.reference
+
+    def sync_and_draw(groups, number, size, seed):
+        if number > 0 and state.k > 0 and number % state.k == 0:
+            sync_reference(state.reference, state.policy)
+        return draw_batch(groups, number, size, seed)
+
+    script.load_models, script.draw_batch = load_and_remember, sync_and_draw
+    script.sync_reference = lambda reference, policy: None
+    script.clip_log_ratio = no_clipping
+
+
+VARIANTS = {  # {name: (a function of the script, what replaces it)}
+    "no-clipping": ("clip_log_ratio", no_clipping),
     "sampling": ("clip_log_ratio", humanline_sampling),
     "clip-higher-1.28": ("grpo_loss", partial(clip_higher, upper=1.28)),
     "clip-higher-1.5": ("grpo_loss", partial(clip_higher, upper=1.5)),
@@ -142,17 +189,30 @@ VARIANTS = {  # {name: (the script's function, what replaces it)}
 
 
 def main(words: list[str]):
-    if len(words) < 2 or words[0] not in VARIANTS or not words[1].endswith("_humanline"):
-        raise SystemExit(f"error: name one of {', '.join(VARIANTS)}, then a script, without .py")
-    function, replacement = VARIANTS[words[0]]
-    script = import_module(words[1])
-    if not hasattr(script, function):
-        raise SystemExit(f"error: {words[1]} has no {function}")
-    remember_passes(script)
-    setattr(script, function, replacement)
-    toy_online = getattr(script, "TOY_ONLINE", {})
-    arguments = (script.Args, script.__file__, script.__doc__, script.TOY, toy_online)
-    script.main(run.parse_args(*arguments, flags=words[2:]))
+    """Runs a script with a variant."""
+    names = ["trust-region", *VARIANTS]
+    if len(words) < 2 or words[0] not in names or not words[1].endswith("_humanline"):
+        raise SystemExit(f"error: name a variant ({', '.join(names)}), then a script, without .py")
+    name, script_name, *flags = words
+    script = import_module(script_name)
+    if name == "trust-region":
+        sync_after_update(script)
+    else:
+        function, replacement = VARIANTS[name]
+        if not hasattr(script, function):
+            raise SystemExit(f"error: {script_name} has no {function}, which {name} would replace")
+        remember_micro_batches(script)
+        setattr(script, function, replacement)
+    with run.exit_on_input_error():
+        script.main(
+            run.parse_args(script.Args, script.__file__, script.__doc__, **defaults(script), flags=flags)
+        )
+
+
+def defaults(script) -> dict:
+    """Returns the tables of settings of a script, as keyword arguments of `run.parse_args`."""
+    toy_online, paper = getattr(script, "TOY_ONLINE", {}), getattr(script, "PAPER", {})
+    return dict(toy=script.TOY, toy_online=toy_online, paper=paper)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ import itertools
 import json
 import multiprocessing.forkserver
 import os
+import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -62,6 +64,7 @@ def parse_args(script, flags: list[str]):
         doc=script.__doc__,
         toy=script.TOY,
         toy_online=getattr(script, "TOY_ONLINE", {}),
+        paper=getattr(script, "PAPER", {}),
         flags=flags,
     )
 
@@ -158,6 +161,22 @@ def refused(arguments, worker="worker.py", script="dpo_humanline") -> str:
     return output[output.index("error: ") :]
 
 
+def run_edited(folder: Path, old: str, new: str, *flags) -> subprocess.CompletedProcess:
+    """Runs a copy of dpo_humanline.py with an edit, as its user would, for two steps on two pairs."""
+    text = (ROOT / "dpo_humanline.py").read_text()
+    assert text.count(old) == 1
+    (folder / "edited.py").write_text(text.replace(old, new))
+    for name in ("run.py", "utils.py"):
+        shutil.copy(ROOT / name, folder)
+    answers = {"chosen": "rose iris", "rejected": "iris"}
+    data = write_rows(
+        folder / "data.jsonl", [{"prompt": f"for {name}"} | answers for name in ("king", "queen")]
+    )
+    command = [sys.executable, folder / "edited.py", "--model", TOY / "policy", "--dataset", data, *flags]
+    command += "--engine hf --batch-size 2 --num-steps 2 --max-new-tokens 4 --eval-samples 2".split()
+    return subprocess.run(list(map(str, command)), cwd=folder, capture_output=True, text=True)
+
+
 def metrics(folder: Path, without_perf: bool = False) -> list[dict]:
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not (without_perf and k.startswith("perf/"))} for line in lines]
@@ -237,8 +256,8 @@ def read_pool(checkpoint: Path) -> list[tuple]:
     """The groups that wait in a checkpoint."""
     from utils import Example
 
-    state = json.loads((checkpoint / "state.json").read_text())
-    return [tuple(Example(*values) for values in group) for group in state["pool"]]
+    pool = json.loads((checkpoint / "progress.json").read_text())["pool"]
+    return [tuple(Example(*fields) for fields in group) for group in pool]
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""worker.py on a pretended GPU: runs main of a script as on CUDA, or rows of benchmark/cuda_rows.py.
+"""Runs main of a script, or rows of benchmark/cuda_rows.py, on a pretended GPU.
 
-A tensor "on the GPU" is an `OnGpu`: it says so, and has its numbers on the CPU. What CUDA would refuse is
-refused, its own kernels are done by other means, and what the test looks at is printed as JSON.
+A tensor "on the GPU" is an `OnGpu`, whose numbers are on the CPU. Operations that CUDA would refuse raise
+errors, and CUDA's own kernels are replaced. What the test checks is printed as JSON.
 """
 
 import contextlib
@@ -30,18 +30,18 @@ import utils
 
 GPU = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 CPU = torch.device("cpu")
-# They take tensors of both devices.
+# These operators take tensors of both devices.
 ACROSS = ("aten::copy_", "aten::_to_copy", "aten::_foreach_copy_", "aten::index", "aten::index_put_")
 COUNTED = {  # {operator: name}
     "aten::_fused_adamw_": "fused AdamW",
     "c10d::_reduce_scatter_base_": "gradients of a unit",
 }
 facts = Counter()
-samplers = []
+reward_models = []
 
 
 class OnGpu(torch.Tensor):
-    """Says that it is on the GPU. To C++ it is on the CPU, without which nothing could be done with it."""
+    """A tensor that says that it is on the GPU. In C++ it is on the CPU, otherwise no operator would run."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     device = property(lambda self: GPU)
@@ -56,7 +56,7 @@ class OnGpu(torch.Tensor):
 
     def cpu(self):
         with torch._C._DisableTorchDispatch():
-            return self.detach().clone()  # a new tensor, and no OnGpu
+            return self.detach().clone()  # a new tensor, which is no OnGpu
 
     def tolist(self):
         return self.cpu().tolist()
@@ -73,7 +73,7 @@ class OnGpu(torch.Tensor):
 
 
 def on_gpu(tensor):
-    if isinstance(tensor, OnGpu | AsyncCollectiveTensor):  # which has one inside
+    if isinstance(tensor, OnGpu | AsyncCollectiveTensor):  # an AsyncCollectiveTensor has an OnGpu inside
         return tensor
     return torch.Tensor._make_subclass(OnGpu, tensor, tensor.requires_grad)
 
@@ -84,18 +84,18 @@ class Gpu(TorchDispatchMode):
 
 
 def compute(func, args, kwargs):
-    """The operator's result, on the device where CUDA would have it. Raises where CUDA would, or should."""
+    """Returns the operator's result on the device that CUDA would choose. Raises where CUDA would raise."""
     name = func._schema.name
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     if any(isinstance(x, DTensor | AsyncCollectiveTensor) for x in tensors):
-        return NotImplemented  # they ask again for the tensor inside
+        return NotImplemented  # the operator is called again with the tensor inside
     ours = [x for x in tensors if isinstance(x, OnGpu)]
     others = [x for x in tensors if not isinstance(x, OnGpu) and x.ndim > 0]
     if ours and others and name not in ACROSS:
         raise RuntimeError(f"{name}: tensors on cuda and on the CPU")
     device = kwargs.get("device")
     if device == CPU and torch._C._current_graph_task_id() != -1:
-        device = GPU  # a derivative in C++ makes zeros where its inputs seem to be
+        device = GPU  # a derivative in C++ makes zeros on the device where its inputs seem to be
     result_on_gpu = bool(ours) if device is None else device.type == "cuda"
     if result_on_gpu and device is not None:
         kwargs = kwargs | {"device": CPU}
@@ -119,7 +119,7 @@ def check(name: str, args):
             raise RuntimeError(f"AdamW on {dtypes}")
 
 
-# === Kernels that are CUDA's alone ===
+# === Kernels that only CUDA has ===
 def product(a, b, out_dtype):
     if (a.dtype, b.dtype, out_dtype) != (torch.bfloat16, torch.bfloat16, torch.float32):
         raise RuntimeError(f"a product of {a.dtype} and {b.dtype} in {out_dtype}")
@@ -134,7 +134,10 @@ def product(a, b, out_dtype):
 
 # === What the scripts call ===
 def varlen_attn(*args, **options):
-    """By a loop over the sequences. Raises where the kernel would, or would read wrong numbers."""
+    """Computes the kernel's result in a loop over the sequences.
+
+    Raises where the kernel would raise or read wrong numbers.
+    """
     SIGNATURE.bind(*args, **options)
     query, key, value, starts, starts_k, longest, longest_k = args
     for x in (query, key, value):
@@ -166,7 +169,7 @@ INIT = dist.init_process_group
 
 
 def move(params, buffers, device):
-    """FSDP2's, for tensors whose class changes."""
+    """Moves the states of FSDP2 to a device, also if the class of a tensor changes."""
     for tensor in [*params, *buffers]:
         if tensor.device != device:
             moved = tensor.detach().to(device)
@@ -185,7 +188,7 @@ STREAM = Stream()
 
 @contextlib.contextmanager
 def pretended(script):
-    """CUDA's interfaces, and a look at the scripts' calls."""
+    """Replaces CUDA's interfaces, and records the scripts' calls."""
     cuda = dict(
         is_available=lambda: True,
         is_initialized=lambda: True,
@@ -206,12 +209,13 @@ def pretended(script):
         stream=contextlib.nullcontext,
         current_stream=lambda device=None: STREAM,
     )
-    make_sampler = script.make_sampler
+    load_reward_model = utils.load_reward_model
     sync = script.sync_reference
 
-    def make_and_keep_sampler(*args):
-        samplers.append(make_sampler(*args))
-        return samplers[-1]
+    def load_and_keep_reward_model(args):
+        model, tokenizer = load_reward_model(args)
+        reward_models.append(model)
+        return model, tokenizer
 
     def sync_reference(reference, policy):
         sync(reference, policy)
@@ -226,8 +230,8 @@ def pretended(script):
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
-        own = dict(make_sampler=make_and_keep_sampler, sync_reference=sync_reference)
-        stack.enter_context(patch.multiple(script, **own))
+        stack.enter_context(patch.object(script, "sync_reference", sync_reference))
+        stack.enter_context(patch.object(utils, "load_reward_model", load_and_keep_reward_model))
         stack.enter_context(patch.object(utils, "varlen_attn", varlen_attn))
         stack.enter_context(patch.object(dist, "init_process_group", init_process_group))
         for outer, inner in ((DTensor, "_local_tensor"), (AsyncCollectiveTensor, "elem")):
@@ -245,7 +249,7 @@ def pretended(script):
 
 
 def run_rows(names):
-    """Rows of benchmark/cuda_rows.py at toy size, with 1 s for every time. Prints their figures."""
+    """Runs rows of benchmark/cuda_rows.py at toy size, where every time is 1 s. Prints their figures."""
     import cuda_rows as rows
 
     build = rows.build
@@ -255,7 +259,7 @@ def run_rows(names):
         return {"allocator_settings": {"expandable_segments": set_by_setup}}
 
     def build_on_gpu(dtype):
-        # It would ask torch.tensor([]), which needs CUDA.
+        # transformers would ask torch.tensor([]) for the device, which needs CUDA.
         with patch.object(modeling_utils, "get_torch_context_manager_or_global_device", lambda: GPU):
             return build(dtype)
 
@@ -281,8 +285,8 @@ if __name__ == "__main__":
         torch.backends.cuda.enable_cudnn_sdp(True)
         with pretended(script):
             script.main(parse_args(script, arguments))
-            if samplers[-1].reward_model:
-                for weight in samplers[-1].judge[0].parameters():
+            for model in reward_models:
+                for weight in model.parameters():
                     facts[f"reward model on {weight.device.type}"] += 1
         facts["cuDNN"] = torch.backends.cuda.cudnn_sdp_enabled()
         print(json.dumps(facts))

@@ -36,7 +36,7 @@ def add_noise(policy):
 
 def look(model: str, top_p: str) -> dict:
     policy = fully_shard(AutoModelForCausalLM.from_pretrained(model), reshard_after_forward=True)
-    tokenizer, eos_ids = utils.load_tokenizer(model)
+    tokenizer, eos_ids = utils.load_tokenizer(script.Args(model=model))
     prompts = []
     for row in read_rows(TOY / "prompts_test.jsonl.gz")[:64]:
         prompt_ids, _ = utils.encode(tokenizer, eos_ids, row["prompt"])
@@ -46,7 +46,7 @@ def look(model: str, top_p: str) -> dict:
     samplers = {}
     for engine in ("vllm", "hf"):
         args = parse_args(script, [*flags, "--engine", engine])
-        samplers[engine] = script.make_sampler(args, tokenizer, eos_ids, torch.float32, torch.device("cpu"))
+        samplers[engine] = utils.Sampler(args, tokenizer, eos_ids, torch.device("cpu"), 64)
 
     def sample(engine: str) -> dict:
         samples, metrics = samplers[engine].sample(policy, prompts, 1, (1, 2))

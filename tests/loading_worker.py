@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from worker import argument_lists
 
 import dpo_humanline as script
+import run
 import utils
 
 
@@ -20,7 +21,7 @@ def load(folder: str, dtype: str):
     utils.choose_attention = lambda *args: None
     args = parse_args(script, ["--model", folder, "--dataset", "none.jsonl", "--dtype", dtype])
     args.max_length = args.max_prompt_length = args.max_new_tokens = 16
-    return script.load_models(args, getattr(torch, dtype), torch.device("cpu"))
+    return script.load_models(args, torch.device("cpu"), 100)
 
 
 @torch.no_grad()
@@ -53,7 +54,7 @@ def compare(folder: str) -> None:
 def memory(folder: str) -> None:
     """Prints the peak of the summed memory of all ranks while they load, in bytes beyond what they had."""
     load(f"{folder}-small", "bfloat16")  # imports, and what is allocated once
-    pids, readings, done = utils.gather(os.getpid()), [], threading.Event()
+    pids, readings, done = run.gather(os.getpid()), [], threading.Event()
 
     def read():  # pages that ranks share count once
         rollups = [open(f"/proc/{pid}/smaps_rollup").read() for pid in pids]
@@ -77,7 +78,7 @@ def memory(folder: str) -> None:
 def compare_sums(shard_size: str) -> None:
     """Gradients that are summed in every pass, over all ranks or over shards, or in the last pass alone."""
     args = parse_args(script, ["--shard-size", shard_size])
-    policy, _ = script.load_models(args, torch.float32, torch.device("cpu"))
+    policy, _ = script.load_models(args, torch.device("cpu"), 100)
     passes = []
     for number in range(3):
         ids = [5 + (7 * place + 3 * dist.get_rank() + number) % 20 for place in range(12 + dist.get_rank())]
@@ -99,6 +100,6 @@ def compare_sums(shard_size: str) -> None:
 
 if __name__ == "__main__":
     for task, argument in argument_lists():
-        script.setup(script.Args(dtype="float32"))
+        run.setup(script.Args(model="any", dataset="any", dtype="float32"), batch_size=64)
         globals()[task](argument)
         dist.destroy_process_group()

@@ -1,5 +1,7 @@
-"""One rank: runs main of the script named by SCRIPT for each argument list, the first ones to load libraries.
-Prints the resident memory in GiB before the last one's models, and the peak."""
+"""Runs main of the script SCRIPT for each argument list, on one rank. Only the last run is measured.
+
+Prints the resident memory before the models of the last run are loaded, and the peak, in GiB.
+"""
 
 import ctypes
 import importlib
@@ -13,15 +15,15 @@ import worker
 
 
 def resident(name: str) -> float:
-    """VmRSS: now, VmHWM: the peak, GiB."""
+    """Returns VmRSS (the memory now) or VmHWM (the peak), in GiB."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(rf"{name}:\s+(\d+)", status)[1]) / 2**20
 
 
 if __name__ == "__main__":
-    # M_MMAP_THRESHOLD: larger tensors go back to the system when they are freed.
+    # M_MMAP_THRESHOLD: the memory of larger tensors goes back to the system when they are freed.
     ctypes.CDLL(None).mallopt(-3, 2**16)
-    # A page counts when it is written, on a GPU when it is allocated: so write what HeadLogps allocates.
+    # A page counts when it is written, but on a GPU when it is allocated. So HeadLogps writes here.
     torch.empty_like = torch.zeros_like
     script = importlib.import_module(os.environ["SCRIPT"])
     before = []

@@ -1,4 +1,4 @@
-"""alpaca_eval reads our outputs and our annotator's configuration, with a stand-in for the paid judge."""
+"""Tests that alpaca_eval reads our outputs and our annotator, with a server that replaces the paid judge."""
 
 import json
 import math
@@ -13,13 +13,13 @@ import pytest
 from conftest import PAIRS, ROOT, TOY, run_ranks, write_rows
 
 constants = pytest.importorskip("alpaca_eval.constants")
-WORDS = "queen clerk baker nurse pilot judge tailor farmer".split()  # of the toy's prompts, or unknown to it
+WORDS = "queen clerk baker nurse pilot judge tailor farmer".split()  # some are unknown to the toy
 ANSWER = {"output": "aster", "generator": "gpt4_1106_preview"}
 REFERENCE = [{"instruction": f"for {word}\n"} | ANSWER for word in WORDS]
 
 
 class Judge(BaseHTTPRequestHandler):
-    """Prefers the output called m with probability 0.75, and keeps what it was asked."""
+    """Prefers the output called m with probability 0.75, and keeps all requests."""
 
     asked = []
 
@@ -52,7 +52,7 @@ def test_the_command_judges_every_output_with_our_annotator_and_the_packages_pro
 
     shutil.copytree(ROOT / "paper" / "alpaca_eval", tmp_path / "judge")
     prompt = constants.EVALUATORS_CONFIG_DIR / "alpaca_eval_clf_gpt4_turbo" / "alpaca_eval_clf.txt"
-    shutil.copy(prompt, tmp_path / "judge" / "gpt41")  # as docs/alpaca_eval.md does
+    shutil.copy(prompt, tmp_path / "judge" / "gpt41")  # as in docs/alpaca_eval.md
     server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     client = {"api_key": "none", "base_url": f"http://127.0.0.1:{server.server_port}/v1"}
@@ -71,7 +71,7 @@ def test_the_command_judges_every_output_with_our_annotator_and_the_packages_pro
     name, _, *numbers = done.stdout.splitlines()[-1].split()
     assert (name, int(numbers[-2])) == ("mine", len(WORDS)) and len(Judge.asked) == len(WORDS)
     annotations = json.loads((tmp_path / "mine" / "annotations.json").read_text())
-    # The two outputs change places at random, so m is the reference's in some pairs and ours in the others.
+    # The two outputs are in random order, so m is the reference's in some pairs and ours in the others.
     assert sorted({round(row["preference"], 9) for row in annotations}) == [1.25, 1.75]
     for request in Judge.asked:
         wanted = {"model": "gpt-4.1-2025-04-14", "max_tokens": 1, "logprobs": True, "top_logprobs": 5}

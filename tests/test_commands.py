@@ -118,7 +118,7 @@ def prepare(number: int, folder: Path):
         shutil.copytree(ROOT / name, folder / name)
     if number == 1:
         step = "        optimizer.step()\n"
-        sync = '        if args.humanline and args.sync == "before_step" and step % args.k == 0:\n'
+        sync = "        if args.humanline and args.k > 0 and step % args.k == 0:\n"
         edit(folder, "dpo_humanline.py", "my_dpo_humanline.py", (step, ""), (sync, step + sync))
     if number == 4:
         bound = ("M=10.0", "M=4.5")

@@ -1,4 +1,4 @@
-"""benchmark/cuda_check.py on the machine of the tests: all is right, and what is made wrong is found."""
+"""Tests benchmark/cuda_check.py: on the machine of the tests everything is right, and faults are found."""
 
 import json
 import math
@@ -18,13 +18,14 @@ from safetensors.torch import save_file
 from test_cuda_branch import GROUPED
 from torch.nn.attention import varlen
 
+import run
 import utils
 
 
 def check(root, *rows) -> tuple[int, dict[str, tuple[str, str]]]:
-    """The exit code of the check in a copy of the repository, and {row: (verdict, figure)} of its table.
+    """Runs the check in a copy of the repository. Returns its exit status and {row: (verdict, figure)}.
 
-    It has more time than by default, for other tests run beside it.
+    The check has more time than by default, because other tests run beside it.
     """
     command = [sys.executable, str(root / "benchmark" / "cuda_check.py"), "--limit", "1400"]
     command += ["--only", *(rows or [""])]
@@ -32,7 +33,7 @@ def check(root, *rows) -> tuple[int, dict[str, tuple[str, str]]]:
     line = r"^\| (.+?) \| (ok|WRONG|not here|not run) \| (.*) \| \d+ \|$"
     found = {name: (verdict, figure) for name, verdict, figure in re.findall(line, ended.stdout, re.M)}
     assert found, ended.stdout + ended.stderr
-    assert all(len(line) <= 120 for line in ended.stdout.splitlines()), ended.stdout  # as docs/ have
+    assert all(len(line) <= 120 for line in ended.stdout.splitlines()), ended.stdout  # as in docs/
     return ended.returncode, found
 
 
@@ -73,7 +74,7 @@ def test_a_row_that_time_ends_is_not_run_and_not_wrong(tmp_path):
 
 @pytest.mark.parametrize("other, weight", [(1.0, 1.0), (1.0, 1.1), (1.001, 1.0)])
 def test_rows_that_compare_runs(other, weight, tmp_path):
-    """Of runs that differ in the second step's loss, or in a weight."""
+    """The runs differ in the loss of the second step, or in a weight."""
     plan = dict.fromkeys(("a-float32", "b", "c"), ("all", "dpo", ""))
     runs = cuda_check.Runs(tmp_path, plan, ends=math.inf)
     for name, factor, number in (("a-float32", 1.0, 1.0), ("b", other, weight), ("c", other, weight)):
@@ -88,8 +89,8 @@ def test_rows_that_compare_runs(other, weight, tmp_path):
     assert resumed == ("ok" if other == weight == 1 else "WRONG")
 
 
-# === What is made wrong in a part ===
-LOOP, PRODUCT, SETUP = utils.PACKED["loop"], utils.matmul_fp32, cuda_rows.DPO.setup
+# === Faults in a part ===
+LOOP, PRODUCT, SETUP = utils.ATTENTION["loop"], utils.matmul_fp32, run.setup
 BUILD = cuda_rows.build
 
 
@@ -102,16 +103,16 @@ def other_product(a, b):
     return PRODUCT(a, b) * (1.05 if a.dtype == torch.bfloat16 else 1)
 
 
-def setup_with_tf32(args):
+def setup_with_tf32(*arguments):
     torch.set_float32_matmul_precision("high")
-    return SETUP(args)
+    return SETUP(*arguments)
 
 
 SECONDS = iter((1.0, 2.0))
 WRONG = {
-    "attention": (utils, "PACKED", utils.PACKED | {"loop": off_by_a_tenth}, "are off by"),
+    "attention": (utils, "ATTENTION", utils.ATTENTION | {"loop": off_by_a_tenth}, "are off by"),
     "head": (utils, "matmul_fp32", other_product, "bf16 off fp32 by"),
-    "precision": (cuda_rows.DPO, "setup", setup_with_tf32, "'products in': 'high'"),
+    "precision": (run, "setup", setup_with_tf32, "'products in': 'high'"),
     "sync": (cuda_rows.DPO, "sync_reference", lambda *models: None, "the reference is .* nats off"),
     "compiled": (cuda_rows.DPO, "decoder_blocks", lambda model: [], "0 graphs"),
     "plans": (cuda_rows, "run_passes", lambda *args: (next(SECONDS), None), "loop 2.0.* attention 1.0"),
@@ -132,7 +133,7 @@ def test_a_part_that_is_wrong_is_found(row, monkeypatch):
 
 
 def test_parts_as_on_a_gpu():
-    """Every row that needs one is run on the pretended GPU of cuda_worker.py; the figures are its."""
+    """Rows that need a GPU run on the pretended GPU of cuda_worker.py, which gives the figures."""
     names = ["precision", "sync", "plans", "head", "segments"]
     if GROUPED:
         names.append("attention")
@@ -147,9 +148,9 @@ def test_parts_as_on_a_gpu():
 @pytest.mark.slow
 @pytest.mark.skipif(not GROUPED, reason="the kernel of torch 2.11 lacks grouped heads, so it is not used")
 def test_blocks_with_the_kernel_for_all_sequences_compile_once_and_whole(monkeypatch):
-    """One graph a block: nothing breaks it, and no length is written into it. The kernel here halves q."""
+    """Each block is one graph, without breaks and without a fixed length. The kernel here halves q."""
 
-    def attend(q, *rest):  # to output, lse (heads, ΣT), random state
+    def attend(q, *rest):  # returns output, lse (heads, ΣT), random state
         return q / 2, torch.zeros(q.shape[1], len(q)), torch.zeros(2, dtype=torch.uint64)
 
     def attend_backward(d, q, k, v, *rest):

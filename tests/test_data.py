@@ -20,6 +20,7 @@ import dpo_humanline
 import grpo_humanline
 import grpo_math_humanline
 import kto_humanline
+import run
 import utils
 from utils import Example, pad_batch, token_logps
 
@@ -62,7 +63,8 @@ def load(tmp_path, capsys, monkeypatch):
             rows = write_rows(tmp_path / "rows.jsonl", rows)
         capsys.readouterr()
         try:
-            groups = script.load_groups(script.Args(**args), tokenizer, set(eos_ids), str(rows), "train")
+            with run.exit_on_input_error():
+                groups = script.load_groups(script.Args(**args), tokenizer, set(eos_ids), str(rows), "train")
         except SystemExit:
             return [], capsys.readouterr().err
         return groups, capsys.readouterr().out
@@ -90,6 +92,7 @@ def texts(group, tokenizer=LETTERS) -> list:
         lambda p, c, r: {"chosen": [U(p), A(c)], "rejected": [U(p), A(r)]},
         lambda p, c, r: {"prompt": p, "chosen": [U(p), A(c)], "rejected": [U(p), A(r)], "score": 0.5},
         lambda p, c, r: {"prompt": [U(p)], "chosen": [U(p), A(c)], "rejected": [U(p), A(r)]},
+        lambda p, c, r: {"prompt": [U(p) | {"name": None}], "chosen": [U(p), A(c)], "rejected": [U(p), A(r)]},
     ],
 )
 def test_paired_formats_give_the_same_pairs(load, row):
@@ -98,8 +101,10 @@ def test_paired_formats_give_the_same_pairs(load, row):
         ["<s><|user|>Hi</s><|assistant|>", "Hello!</s>", "Go.</s>"],
         ["<s><|user|>Bye</s><|assistant|>", "See you</s>", "Good</s>"],
     ]
-    assert [x.reward for pair in pairs for x in pair] == [1, 0, 1, 0] and ": 2 rows; " in told
-    assert told.endswith("a prompt ends '<s><|user|>Hi</s><|assistant|>', its completion 'Hello!</s>'\n")
+    assert ": 2 rows; " in told
+    assert told.endswith(
+        "a prompt ends with '<s><|user|>Hi</s><|assistant|>', its completion with 'Hello!</s>'\n"
+    )
 
 
 @pytest.mark.parametrize("as_messages", [False, True])
@@ -111,9 +116,13 @@ def test_labels_and_scores_give_the_halves_of_pairs(load, as_messages):
         labelled += [{"prompt": prompt(p), "completion": answer(both[i]), "label": not i} for i in (0, 1)]
         scored.append({"prompt": prompt(p), "completions": [*map(answer, both)], "scores": [2.5, -1]})
     groups, told = load(labelled, script=kto_humanline)
-    plain = lambda x: x._replace(prompt="")  # a text or messages
+    plain = lambda x: x._replace(prompt="", desirable=None)  # a text or messages
     assert [plain(x) for (x,) in groups] == [plain(x) for pair in pairs for x in pair]
-    assert ": 4 rows; " in told
+    assert [x.desirable for (x,) in groups] == [True, False] * 2 and ": 4 rows; " in told
+    for pair in load(ROWS, script=kto_humanline)[0]:
+        assert [x.desirable for x in pair] == [True, False]
+    for pair in load(ROWS, script=grpo_humanline)[0]:
+        assert [x.reward for x in pair] == [1, 0]
     groups, _ = load(scored, script=grpo_humanline)
     assert [[x.reward for x in group] for group in groups] == [[2.5, -1]] * 2
     assert [texts(group) for group in groups] == [texts(pair) for pair in pairs]
@@ -126,7 +135,7 @@ def test_of_scored_groups_the_best_and_the_worst_or_all_are_read(load):
     rows = [GOOD | {"completions": ["a", "b", "c"], "scores": scores} for scores in ([1, 3, 2], [1] * 3)]
     groups, told = load(rows, script=grpo_humanline)
     assert [texts(group)[1:] for group in groups] == [["b</s>", "a</s>"]]
-    assert "; 1 left out, the first in line 2: its scores are equal" in told
+    assert "; 1 skipped, the first in line 2: its scores are equal" in told
     groups, _ = load(rows, script=grpo_humanline, group_size=3)
     wanted = [["b</s>", "c</s>", "a</s>"], ["a</s>", "b</s>", "c</s>"]]
     assert [texts(group)[1:] for group in groups] == wanted
@@ -140,16 +149,34 @@ FINE = {dpo_humanline: PAIR, kto_humanline: LABELLED, grpo_humanline: GOOD, grpo
 @pytest.mark.parametrize(
     ("script", "row", "said"),
     [
-        (grpo_humanline, GOOD | {"scores": None}, ""),
-        (grpo_humanline, GOOD | {"scores": [1.0]}, "ValueError: every completion needs a score"),
-        (grpo_humanline, GOOD | {"scores": [1.0, math.nan]}, "ValueError: every completion needs a score"),
+        (grpo_humanline, GOOD | {"scores": None}, "no value for 'scores' in the columns"),
+        (grpo_humanline, GOOD | {"scores": [1.0]}, "completions and scores must be two lists"),
+        (grpo_humanline, GOOD | {"completions": "ab"}, "completions and scores must be two lists"),
+        (grpo_humanline, GOOD | {"scores": [1.0, math.nan]}, "the score nan is not a finite number"),
+        (grpo_humanline, GOOD | {"scores": [None, 1.0]}, "the score None is not a finite number"),
+        (grpo_humanline, GOOD | {"scores": [1.0, "2"]}, "the score '2' is not a finite number"),
         (kto_humanline, LABELLED | {"label": "true"}, ""),
-        (kto_humanline, LABELLED | {"label": 0.5}, "ValueError: label must be true or false"),
-        (dpo_humanline, {"chosen": [U("Hi"), U("So")], "rejected": [U("Hi"), U("No")]}, "ValueError: "),
-        (dpo_humanline, {"chosen": [U("Hi"), A("So")], "rejected": [U("Hi"), S("No")]}, "ValueError: "),
-        (grpo_math_humanline, {"answer": "2"}, "KeyError: 'problem'"),
+        (kto_humanline, LABELLED | {"label": 0.5}, "label must be true or false"),
+        (
+            kto_humanline,
+            {"prompt": "Hi", "label": True},
+            "no value for 'completion' in the columns prompt, label",
+        ),
+        (
+            dpo_humanline,
+            {"chosen": [U("Hi"), U("So")], "rejected": [U("Hi"), U("No")]},
+            "a completion must be",
+        ),
+        (
+            dpo_humanline,
+            {"chosen": [U("Hi"), A("So")], "rejected": [U("Hi"), S("No")]},
+            "a completion must be",
+        ),
+        (dpo_humanline, {"chosen": ["Hi", A("So")], "rejected": ["Hi", A("No")]}, "every message must have"),
+        (dpo_humanline, {"chosen": [], "rejected": [A("No")]}, ""),
+        (grpo_math_humanline, {"answer": "2"}, "no value for 'problem' in the columns answer"),
         (grpo_math_humanline, {"problem": 5, "answer": "2"}, ""),
-        (grpo_math_humanline, PROBLEM | {"input": "in cm"}, "ValueError: its column 'input' would be ign"),
+        (grpo_math_humanline, PROBLEM | {"input": "in cm"}, "the column 'input' would be ign"),
     ],
 )
 def test_a_malformed_row_is_named(load, script, row, said):
@@ -161,7 +188,7 @@ def test_problems_that_cannot_train_are_left_out(load):
     rows = [PROBLEM | {"problem": problem} for problem in ("1+1?", " ", "2 " * 99)]
     groups, told = load(rows, script=grpo_math_humanline, system_prompt="", max_prompt_length=40)
     assert [(x.prompt, x.answer) for (x,) in groups] == [("1+1?", "2")]
-    assert "1 left out, the first in line 2: prompt empty; 1 left out, the first in line 3: " in told
+    assert "1 skipped, the first in line 2: prompt empty; 1 skipped, the first in line 3: " in told
 
 
 def test_messages_shared_over_several_turns_are_the_prompt_and_none_is_lost(load):
@@ -209,7 +236,7 @@ def test_without_a_template_texts_are_joined_behind_one_bos_and_conversations_ar
     [pair], _ = load([PAIR], plain)
     assert texts(pair) == ["<s>Hi", "Hello!</s>", "Go.</s>"] and pair[0].prompt == "Hi"
     _, told = load([PAIR | {"prompt": [U("Hi")]}], plain)
-    assert "line 1: " in told and "chat_template" in told
+    assert "line 1: " in told and "--chat-template" in told
 
 
 @pytest.mark.parametrize("end", ["</s>", "<|end|>", "<|end|>\n", "</s>\n \n", "<|end|>\n</s>", ""], ids=repr)
@@ -234,15 +261,19 @@ def test_cut_completion_has_no_end_of_turn_and_every_other_ends_with_it(load, te
 def test_every_end_of_turn_of_the_model_is_known(tmp_path):
     shutil.copytree(TOY / "policy", tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
-    tokenizer, eos_ids = utils.load_tokenizer(str(tmp_path / "model"), eos_token="rose")
+
+    def load(model, **flags):
+        return utils.load_tokenizer(dpo_humanline.Args(model=str(model), **flags))
+
+    tokenizer, eos_ids = load(tmp_path / "model", eos_token="rose")
     assert eos_ids == {1, 7, tokenizer.convert_tokens_to_ids("rose")}
-    assert utils.load_tokenizer(str(TOY / "policy"))[1] == {5}
+    assert load(TOY / "policy")[1] == {5}
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"eos_token_id": [6, 7]}))
     (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.6}')
-    assert utils.load_tokenizer(str(tmp_path / "model"))[1] == {5, 6, 7}
+    assert load(tmp_path / "model")[1] == {5, 6, 7}
     (tmp_path / "model" / "generation_config.json").unlink()
-    assert utils.load_tokenizer(str(tmp_path / "model"))[1] == {5, 6, 7}
+    assert load(tmp_path / "model")[1] == {5, 6, 7}
 
 
 # --- what is left out ---
@@ -256,13 +287,13 @@ def test_rows_that_cannot_train_are_counted_by_reason_and_the_others_keep_their_
     rows += [PAIR | {"prompt": "x" * 30}, good[2]]
     pairs, told = load(rows, max_prompt_length=20, max_length=26)
     assert [x.prompt for x, _ in pairs] == ["one", "two", "three"]
-    assert re.search(": 3 rows; (.*); a prompt ends", told)[1].split("; ") == [
-        "3 left out, the first in line 1: completion empty",
-        "1 left out, the first in line 5: chosen equals rejected",
-        "1 left out, the first in line 7: prompt empty, or longer than --max-prompt-length or --max-length",
+    assert re.search(": 3 rows; (.*); a prompt ends with", told)[1].split("; ") == [
+        "3 skipped, the first in line 1: completion empty",
+        "1 skipped, the first in line 5: chosen equals rejected",
+        "1 skipped, the first in line 7: prompt empty, or longer than --max-prompt-length or --max-length",
     ]
     groups, told = load([PAIR | {"prompt": prompt} for prompt in ("", " \n", [U("")])])
-    assert groups == [] and "3 left out, the first in line 1: prompt empty" in told
+    assert groups == [] and "3 skipped, the first in line 1: prompt empty" in told
 
 
 def test_lengths_leave_room_for_a_token(load):
@@ -270,7 +301,7 @@ def test_lengths_leave_room_for_a_token(load):
     rows = [PAIR, PAIR | {"prompt": "Hi!"}, PAIR]
     for longest in ({"max_prompt_length": length}, {"max_length": length + 1}):
         groups, told = load(rows, **longest)
-        assert [x.prompt for x, _ in groups] == ["Hi", "Hi"] and "1 left out, the first in line 2: " in told
+        assert [x.prompt for x, _ in groups] == ["Hi", "Hi"] and "1 skipped, the first in line 2: " in told
 
 
 # --- masks ---

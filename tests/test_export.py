@@ -14,7 +14,7 @@ RUN += ["--lr", "1e-3", "--adam-eps", "1e-2", "--beta", "10", "--k", "16", "--ma
 JUDGE = str(TOY / "reward_model")
 METRICS = """loss grad_norm lr
 rewards/chosen rewards/rejected rewards/margins rewards/accuracies logps/chosen logps/rejected
-humanline/clipped_low humanline/clipped_high humanline/log_ratio_abs_mean humanline/steps_since_sync
+humanline/clipped_low humanline/clipped_high humanline/log_ratio_abs_mean
 perf/step_time perf/tokens_per_second perf/peak_memory""".split()
 
 

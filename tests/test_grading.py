@@ -12,7 +12,8 @@ import pytest
 from conftest import ROOT, SHARED, read_rows
 
 import grpo_math_humanline
-from grpo_math_humanline import gold_answer, judge_all, keep_gradable, score, start_grader
+import run
+from grpo_math_humanline import gold_answer, grade_all, grade_groups, keep_gradable, start_grader
 from utils import Example
 
 ENDLESS = "9^{9^{9^{9}}}"
@@ -129,7 +130,7 @@ def table(text: str) -> list[tuple]:
 
 
 def rejected(grader, pairs: list[tuple]) -> list[tuple]:
-    return [pair for pair, verdict in zip(pairs, judge_all(grader, pairs)) if not verdict]
+    return [pair for pair, verdict in zip(pairs, grade_all(grader, pairs)) if not verdict]
 
 
 def problems(name: str) -> list[dict]:
@@ -185,7 +186,7 @@ def test_big_integers_stay_exact_and_verdicts_in_the_order_of_the_pairs(grader):
     for number in (int("123456789" * 44 + "1234"), 10**30):
         gold = gold_answer({"answer": number})
         pairs = [(gold, str(number + add)) for add in (0, 1, 0, -1)]
-        assert judge_all(grader, pairs) == [True, False, True, False]
+        assert grade_all(grader, pairs) == [True, False, True, False]
 
 
 # --- rewards ------------------------------------------------------------------------------------------------
@@ -215,9 +216,10 @@ def test_a_reward_is_eight_of_accuracy_one_of_format_and_one_of_tags(grader):
     five = GOOD.replace("4\n</a", "5\n</a")
     texts = [GOOD, five, "4", "", GOOD.replace("\n</answer>", ""), five]
     samples = [Example("", [1], text=text, answer=answer) for text, answer in zip(texts, "444555")]
-    scored, rewards, stopped = score(grader, [samples[:3], samples[3:]])
+    scored, rewards, stopped = grade_groups(grader, [samples[:3], samples[3:]])
     assert [[x.reward for x in group] for group in scored] == [[10, 2, 8], [0, 0.75, 10]] and stopped == 0
     assert [[x.text for x in group] for group in scored] == [texts[:3], texts[3:]]
+    assert [[x.correct for x in group] for group in scored] == [[True, False, True], [False, False, True]]
     assert rewards["accuracy"].tolist() == [1, 0, 1, 0, 0, 1]
     assert rewards["format"].tolist() == [1, 1, 0, 0, 0, 1]
     assert rewards["tag_count"].tolist() == [1, 1, 0, 0, 0.75, 1]
@@ -244,7 +246,7 @@ def test_a_gold_answer_is_the_answer_or_the_boxed_solution(row, gold):
 
 @pytest.mark.parametrize("row", [{"level": 5}, {"answer": [5]}, {"answer": True}, {"solution": 5}])
 def test_a_row_without_answer_or_with_another_type_is_refused(row):
-    with pytest.raises(ValueError, match="it needs an answer, text or a number, or a solution"):
+    with pytest.raises(run.InputError, match="a problem needs an answer"):
         gold_answer(row)
 
 
@@ -252,12 +254,10 @@ def test_gold_answers_without_a_value_are_dropped_and_counted(grader, capsys, mo
     monkeypatch.setattr(grpo_math_humanline, "TIME_LIMIT", 1.0)
     answers = ["5", "", ENDLESS, "so \\boxed{5}.", r"\frac\pi 4", " "]
     groups = [(Example("", [], answer=answer),) for answer in answers]
-    assert keep_gradable(grader, "x.jsonl", groups) == [groups[0], groups[3], groups[4]]
+    assert keep_gradable(grader, "x.jsonl", groups, 1) == [groups[0], groups[3], groups[4]]
     assert "3 of 6 gold answers can be graded, the first that cannot is ''" in capsys.readouterr().out
-    monkeypatch.setattr("run.dist.destroy_process_group", lambda: None)  # the other tests need it
-    with pytest.raises(SystemExit):
-        keep_gradable(grader, "x.jsonl", groups[1:2] * 12)
-    assert "x.jsonl: 0 of 12 gold answers can be graded" in capsys.readouterr().err
+    with pytest.raises(run.InputError, match="^x.jsonl: 0 of 12 gold answers can be graded"):
+        keep_gradable(grader, "x.jsonl", groups[1:2] * 12, 1)
 
 
 # --- limits -------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def test_bombs_cost_the_time_limit_and_not_the_run(grader, monkeypatch):
     monkeypatch.setattr(grpo_math_humanline, "TIME_LIMIT", 1.0)
     texts = [*BOMBS.values(), *ODD, "5", "6"]
     group = tuple(Example("", [], text=text, answer="5") for text in texts)
-    _, rewards, stopped = score(grader, [group])
+    _, rewards, stopped = grade_groups(grader, [group])
     # An answer that waits behind them loses nothing.
     assert rewards["accuracy"].tolist() == [0.0] * (len(texts) - 2) + [1.0, 0.0]
     assert stopped == len(BOMBS)
@@ -279,7 +279,7 @@ def test_memory_is_limited(grader):
     grader.schedule(bytearray, (2**28,)).result()  # and its copies on the way back
 
 
-@pytest.mark.parametrize("pattern", [*grpo_math_humanline.REWRITTEN, grpo_math_humanline.ANSWER_IS])
+@pytest.mark.parametrize("pattern", [*grpo_math_humanline.REWRITES, grpo_math_humanline.ANSWER_IS])
 def test_no_pattern_takes_more_than_linear_time(pattern):
     """The parser behind them may: it has its time limit."""
     units = [".", "5 ", "5,", "$", "{", "a", "a ", "answer ", "A:", "]."]
@@ -296,7 +296,7 @@ def test_nothing_is_executed(grader, tmp_path):
     places = ["%s", "\\text{%s}", "5 + %s", "x = %s", "\\sum_{n=0}^{9} \\frac{\\text{%s}}{n!}", "x_{%s}"]
     forms = ["%s", "$%s$", "\\boxed{%s}"]
     texts = [form % (place % call) for form in forms for place in places for call in calls]
-    judge_all(grader, [(gold, text) for gold in ("5", "x < 3") for text in texts])
+    grade_all(grader, [(gold, text) for gold in ("5", "x < 3") for text in texts])
     assert not target.exists()
 
 
@@ -307,11 +307,11 @@ def test_workers_end_when_the_run_is_killed():
 
     code = f"""
 import os, time
-from grpo_math_humanline import judge, start_grader
+from grpo_math_humanline import grade, start_grader
 if __name__ == "__main__":
     pool = start_grader()
     server = pool.schedule(os.getppid).result()
-    pool.schedule(judge, ("5", {ENDLESS!r}))
+    pool.schedule(grade, ("5", {ENDLESS!r}))
     print(server, open(f"/proc/{{server}}/task/{{server}}/children").read(), flush=True)
     time.sleep(600)
 """
@@ -324,3 +324,93 @@ if __name__ == "__main__":
     while any(map(running, processes)):
         assert time.monotonic() < deadline, "workers outlived the run"
         time.sleep(0.1)
+
+
+# --- what a shortening of the tables had let go -------------------------------------------------------------
+
+# Everything else in both tables must have its right verdict, whatever the tables' own limits are.
+STILL_PAID = r"""
+5 | 5, 5 | 5' | $5'$ | <answer>4</answer> <answer>5</answer>
+y=2x+3 | y = 2x+4 = 2x+3
+"""
+STILL_LOST = r"""
+5 | The answer is 5 miles per hour. | So there are 5 apples in total. | 5 dollars
+36 | So she pays $36 in total.
+-5 | –5 | The answer is –5.
+\frac{7}{4} | 1 3/4 | The answer is 1 3/4.
+\frac{1}{2} | ½
+(3, \frac{\pi}{2}) | (r,\theta) = (3, \frac{\pi}{2})
+"""
+# Wrong answers near a right one: rounding, order, brackets, signs, bases, sides of an equation.
+NEAR = r"""
+\frac{1}{3} | 0.333 | 0.33333 | 0.333334 | \frac{1}{3} = 0.4
+\frac{1}{30} | 0.0333 | 0.03333
+\sqrt{2} | 1.414 | \sqrt{2} = 1.414
+0 | 0.0000001 | 10^{-20} | 1e-7
+0.0000001 | 0 | 1.1e-7 | 2e-7
+10^{-20} | 0
+5000 | 5 001 | 50 000 | 5 | 5.000 | 5e4
+100000 | 10^4 | 1e6 | 1e-5
+50\% | 0.05 | 5 | 51\%
+7/4 | 13/4 | 3/4 | 1, 3/4 | -1 3/4
+\infty | -\infty | inf inity 5
+4210_5 | 4211_5 | 4212_5
+-5 | 5 | –6
+5 | –5 | 5e1 | 5e-1 | 1,\!5 | 2+2=5 | 2+3=5+1 | 4 and 5 | x=2+3=6 | 5 = x = 4 | 5^\circ = 6^\circ
+5 | x=5x | x + x = 5 | x^2=5 | \frac{x}{2}=5 | 5 \in [1,9] | 5 / 4 | 5\;4 | 5 4 | x < 5
+78 | A: 87 | A: 78, 79 | Answer: 7 8
+3\sqrt{13} | \sqrt{13} | 3\boxed{\sqrt{13}}
+1, 2 | 1, 3 | [1,2] | 2x=1, 2 | 1.2 | 12
+(1, 2) | (2,1) | [1,2] | (1,2] | 3
+[1, 2] | (1,2) | [1,3] | 1, 2
+x < 5 | x > 5 | x \le 5 | x = 5 | 5
+x = 5 | x=4 | x < 5 | 2x = 5 | x^2=5 | y=6
+x + y = 5 | x - y = 5 | x = 5
+y = 2x + 3 | 3 | y + 2x = 3 | x = 2y + 3 | 2x+4 | y=2x+4 | y = 2x + 3 = 4
+5x - 7y = 4 | 5x - 7y = 5
+\begin{pmatrix} 5 \\ 0 \end{pmatrix} | (5, 1) | 5 | \begin{pmatrix}0\\5\end{pmatrix}
+\text{A} | B | (B) | B) | The answer is B
+\text{no solution} | solution | no | a solution
+Evelyn | Navin | n | Evelyne
+ate | tea | eat | The answer is tea.
+"""
+
+
+def test_no_other_exploit_pays_and_no_other_right_answer_is_lost(grader):
+    """The limits of the two tables would let five more exploits pay, whichever they are."""
+    exploits, ordinary = table(EXPLOITS), table(ORDINARY)
+    wrong = rejected(grader, exploits)
+    paid = {pair for pair in exploits if pair not in wrong}
+    assert paid <= set(table(STILL_PAID))
+    assert set(rejected(grader, ordinary)) <= set(table(STILL_LOST))
+
+
+def test_an_answer_that_is_nearly_right_is_wrong(grader):
+    pairs = table(NEAR)
+    wrong = rejected(grader, pairs)
+    assert [pair for pair in pairs if pair not in wrong] == []
+
+
+def test_a_large_number_as_an_answer_is_written_out(grader):
+    gold = gold_answer({"answer": 1e20})
+    assert gold == "100000000000000000000"
+    assert grade_all(grader, [(gold, "10^{20}"), (gold, "10^{19}")]) == [True, False]
+
+
+def test_each_answer_is_graded_once(grader, monkeypatch):
+    """A hostile answer that is sampled eight times must not cost eight time limits."""
+    jobs, schedule = [], grader.schedule
+
+    def counted(function, args, **more):
+        jobs.append(args)
+        return schedule(function, args, **more)
+
+    monkeypatch.setattr(grader, "schedule", counted)
+    pairs = [("5", "5"), ("5", "6"), ("5", "5"), ("6", "5")]
+    assert grade_all(grader, pairs) == [True, False, True, False]
+    assert jobs == [("5", "5"), ("5", "6"), ("6", "5")]
+
+
+def test_a_text_without_tags_has_no_reward_for_them():
+    for text in ("4", "", "<think>4</answer>"):
+        assert grpo_math_humanline.format_reward(text) == grpo_math_humanline.tag_count_reward(text) == 0

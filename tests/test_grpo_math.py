@@ -7,8 +7,8 @@ import statistics
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, agree, metrics, read_pool, read_rows, run_layouts, write_rows
-from transformers import AutoModelForCausalLM
+from conftest import ROOT, agree, metrics, read_pool, read_rows, run_layouts, run_ranks, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from worker import run_here
 
 import grpo_math_humanline
@@ -48,7 +48,7 @@ def test_advantages_have_the_sample_standard_deviation_and_a_small_constant():
 
 # --- sampling every S steps ---
 
-VARIANTS = {"humanline": [], "offline": ["--no-humanline"], "clip only": ["--sync", "none"]}
+VARIANTS = {"humanline": [], "offline": ["--no-humanline"], "clip only": ["--k", "0"]}
 
 
 @pytest.fixture(scope="module")
@@ -89,15 +89,13 @@ def test_the_reference_follows_k_or_is_the_policy_at_sampling_time(runs, variant
     """Samples are drawn at steps 0 and 3. With k = 2 they change nothing about the reference."""
     steps = runs[variant][0]
     assert [step["step"] for step in steps if "rollout/accuracy_mean" in step] == [0, 3]
-    assert [step["rollout/age_steps"] for step in steps] == [0, 1, 2, 0, 1]
-    assert [step["humanline/steps_since_sync"] for step in steps] == since_sync
     same = [step["humanline/log_ratio_abs_mean"] == 0 for step in steps]
     assert same == [steps == 0 for steps in since_sync]
 
 
-def test_every_s_draws_the_same_problems_in_the_same_order(data, tmp_path):
+def test_every_s_draws_the_same_problems_in_the_same_order(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("run.shutil.rmtree", lambda *arguments, **options: None)  # keeps all checkpoints
     run = [*RUN, "--eval-samples", "0", "--checkpoint-every", "1", "--dataset", data, "--num-steps", "4"]
-    run += ["--keep-checkpoints", "0"]
     for s in ("2", "4"):
         main(*run, "--sample-every", s, "--output-dir", tmp_path / s)
 
@@ -160,7 +158,7 @@ def whole(data, tmp_path_factory):
     return main(*RESUMED, data, "--eval-dataset", data, "--output-dir", folder)
 
 
-@pytest.mark.parametrize("moment", ["grpo_loss 2", "score 3"])
+@pytest.mark.parametrize("moment", ["grpo_loss 2", "grade_groups 3"])
 def test_killed_between_two_samplings_and_resumed_equals_uninterrupted(whole, data, kill_and_resume, moment):
     kill_and_resume(whole, [*RESUMED, data, "--eval-dataset", data], moment, SCRIPT)
 
@@ -171,7 +169,7 @@ def test_samples_that_wait_keep_their_group_size(whole, tmp_path, capsys, size):
     shutil.rmtree(folder / "checkpoints" / "step-5")  # at step 4 four groups of four wait
     with pytest.raises(SystemExit):
         main("--resume", folder, "--group-size", size)
-    said = "error: --group-size: groups of another size wait for a step; keep it\n"
+    said = f"error: --group-size {size}: the checkpoint holds groups of another size\n"
     assert capsys.readouterr().err.endswith(said)
 
 
@@ -187,7 +185,7 @@ def test_problems_without_a_gold_answer_are_left_out_and_counted(tmp_path, capsy
     assert said in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(*flags, tmp_path / "none", "--prompts-per-step", "9")
-    assert "p.jsonl: 8 rows do not fill a batch of 9" in capsys.readouterr().err
+    assert f"{said}; at least 9 are needed" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
 
 
@@ -199,3 +197,22 @@ def test_a_loss_that_is_not_finite_names_the_step_and_the_checkpoint_stays(data,
     assert "error: step 1: loss nan" in message and "--lr" in message
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-1"]
     assert len(metrics(tmp_path / "run")) == 1
+
+
+def test_a_resume_with_more_problems_a_step_uses_the_groups_that_wait(data, tmp_path):
+    """After step 4, four groups wait, which are fewer than a step of six problems needs."""
+    folder = tmp_path / "run"
+    first = [*RUN, "--checkpoint-every", "1", "--dataset", data, "--output-dir", str(folder)]
+    run_ranks(1, [first], script=SCRIPT)
+    shutil.rmtree(folder / "checkpoints/step-5")
+    assert len(read_pool(folder / "checkpoints/step-4")) == 4
+    run_ranks(1, [["--num-steps", "7", "--prompts-per-step", "6", "--resume", str(folder)]], script=SCRIPT)
+    assert [line["step"] for line in metrics(folder)] == list(range(7))
+
+
+def test_a_problem_has_no_completion_whose_end_could_be_shown(data, capsys):
+    args = grpo_math_humanline.Args(system_prompt="")
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    grpo_math_humanline.load_groups(args, tokenizer, {tokenizer.eos_token_id}, data, "train")
+    told = capsys.readouterr().out
+    assert "a prompt ends with " in told and "completion" not in told

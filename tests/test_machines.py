@@ -35,7 +35,7 @@ def on_one_disk(tmp_path) -> list:
 def test_other_flags(tmp_path):
     flags = on_one_disk(tmp_path)
     message = machines(tmp_path, flags, [*flags, "--lr", "5e-4"])
-    assert message == "error: --lr is 0.0005 on rank 1, and 0.001 on rank 0\n"
+    assert message == "error: --lr is 0.0005 on rank 1, but 0.001 on rank 0\n"
     assert not (tmp_path / "shared").exists()
 
 
@@ -60,7 +60,7 @@ def test_other_data_at_the_same_path(tmp_path):
         (tmp_path / machine / "pairs.jsonl").write_text("".join(rows))
     flags = [*on_one_disk(tmp_path), "--dataset", "pairs.jsonl"]
     message = machines(tmp_path, flags, flags)
-    assert message.startswith("error: the hash of --dataset's tokens is ") and "on rank 1" in message
+    assert message.startswith("error: the hash of --dataset's rows is ") and "on rank 1" in message
 
 
 def test_no_disk_in_common(tmp_path):
@@ -114,4 +114,4 @@ def test_a_checkpoint_without_a_rank_s_file_is_not_whole(tmp_path):
     (tmp_path / "shared/checkpoints/step-2/__1_0.distcp").unlink()
     processes = start_ranks(2, [["--resume", str(tmp_path / "shared"), "--num-steps", "3"]])
     output = finish(processes)[0]
-    assert "skipped" in output and "goes on from" in output and "step-1" in output
+    assert "skipped" in output and "resumes from" in output and "step-1" in output

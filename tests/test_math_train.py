@@ -1,4 +1,4 @@
-"""paper/math_train.py: the 12,000 problems of MATH that are not in MATH500, or one line that says why not."""
+"""Tests paper/math_train.py: it writes the 12,000 problems of MATH that are not in MATH500, or one error."""
 
 import pyarrow
 import pyarrow.parquet
@@ -11,13 +11,13 @@ REAL = SHARED / "math"
 MATH = []
 for number in range(12_500):
     MATH.append({"problem": f"What is {number} + 1?", "solution": f"It is $\\boxed{{{number + 1}}}$."})
-# White space is no matter.
+# with other white space, which must not matter
 MATH500 = [row | {"problem": f" {row['problem']}\n", "answer": "?"} for row in MATH[::25]]
 
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """The rows written, or what the program says that must stop with an error."""
+    """Returns a function that runs the program, and returns the written rows or the error message."""
     monkeypatch.chdir(tmp_path)
     for module in ("datasets.config", "huggingface_hub.constants"):
         monkeypatch.setattr(f"{module}.HF_HUB_OFFLINE", True)
@@ -34,7 +34,7 @@ def made(tmp_path, monkeypatch):
 
 
 def test_every_configuration_and_split_of_a_data_set_is_read(tmp_path, made):
-    """Of one like EleutherAI/hendrycks_math: for each subject a configuration with both splits."""
+    """The data set is like EleutherAI/hendrycks_math: a configuration and two splits for each subject."""
     folder = tmp_path / "hendrycks_math"
     card = "---\nconfigs:\n"
     for i, subject in enumerate(("algebra", "geometry", "precalculus")):
@@ -59,19 +59,19 @@ def test_the_real_files(made):
 
 
 @pytest.mark.parametrize(
-    ("math", "math500", "told"),
+    ("math", "math500", "message"),
     [
-        (MATH[:-1], MATH500, "11999 others in train.jsonl; it must be 500 and 12000"),
+        (MATH[:-1], MATH500, "11999 others in train.jsonl; these must be 500 and 12000"),
         (MATH + MATH[1:2], MATH500, "12001 others"),
         (MATH, MATH500[:-1] + MATH500[:1], "499 problems in test.jsonl"),
         ([*MATH[:-1], {"question": "?"}], MATH500, "train.jsonl: KeyError: 'problem'"),
         (["a pointer"], MATH500, "train.jsonl: TypeError"),
     ],
 )
-def test_anything_but_12000_problems_is_refused(tmp_path, made, math, math500, told):
+def test_anything_but_12000_problems_is_refused(tmp_path, made, math, math500, message):
     write_rows(tmp_path / "train.jsonl", math)
     write_rows(tmp_path / "test.jsonl", math500)
-    assert told in made(("train.jsonl",))
+    assert message in made(("train.jsonl",))
 
 
 def test_what_cannot_be_read_or_written_is_named(tmp_path, made):

@@ -1,4 +1,4 @@
-"""benchmark/memory.py against hand arithmetic, and against the resident memory of the scripts at work."""
+"""Compares benchmark/memory.py with arithmetic by hand, and with the resident memory of the scripts."""
 
 import json
 import subprocess
@@ -12,6 +12,8 @@ import torch
 from conftest import ROOT, TOY, run_ranks, write_rows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+import run
+
 PARAMETERS = {  # published
     "llama-3-8b": 8_030_261_248,
     "qwen2.5-1.5b": 1_543_714_304,
@@ -22,7 +24,7 @@ GIB = 2**30
 
 
 def estimate(*flags) -> dict:
-    """Presets have two layers."""
+    """Estimates the memory of a run, with presets of two layers."""
     layers = memory.SHAPE.index("num_hidden_layers")
     two_layers = {name: (*s[:layers], 2, *s[layers + 1 :]) for name, s in memory.PRESETS.items()}
     with patch.object(memory, "PRESETS", two_layers):
@@ -32,15 +34,15 @@ def estimate(*flags) -> dict:
 
 
 def sizes(config) -> list:
-    """Shapes of a model's parameters."""
+    """Returns the shapes of a model's parameters."""
     with torch.device("meta"):
         return [parameter.shape for parameter in AutoModelForCausalLM.from_config(config).parameters()]
 
 
 def test_state_is_hand_arithmetic():
-    """Each parameter is cut along its first dimension, and rank 0 has the first and largest part."""
+    """Each parameter is split along its first dimension, and rank 0 has the first and largest part."""
     shapes = sizes(AutoConfig.from_pretrained(TOY / "policy"))
-    common = ["--model", "toy", "--micro-batch-tokens", 2500]  # a pair
+    common = ["--model", "toy", "--micro-batch-tokens", 2500]  # one pair
     for ranks, dtype, size in ((1, "float32", 4), (4, "bfloat16", 2), (8, "bfloat16", 2)):
         found = estimate(*common, "--ranks", ranks, "--dtype", dtype)
         held = sum(-(-shape[0] // ranks) * shape[1:].numel() for shape in shapes)
@@ -48,10 +50,10 @@ def test_state_is_hand_arithmetic():
             assert found["parts"][name] == count * held / GIB, name
 
 
-def test_a_budget_of_tokens_is_that_of_as_many_sequences_and_shards_are_those_of_a_machine():
+def test_a_maximum_of_tokens_means_a_number_of_sequences_and_shards_are_within_a_machine():
     common = ["--model", "toy", "--ranks", 2, "--max-length", 100]
     four_pairs = estimate(*common, "--micro-batch-tokens", 800)["parts"]
-    assert estimate(*common, "--micro-batch-tokens", 999)["parts"] == four_pairs  # no fifth one
+    assert estimate(*common, "--micro-batch-tokens", 999)["parts"] == four_pairs  # a fifth pair does not fit
     assert estimate(*common, "--batch-size", 8)["parts"]["activations"] == four_pairs["activations"]
     larger = estimate(*common)["parts"]
     assert larger["activations"] > 2 * four_pairs["activations"]
@@ -75,9 +77,9 @@ def test_every_script_and_preset():
     gemma = estimate("--model", "gemma-2-27b", *two_sequences, "--gradient-checkpointing")
     assert vllm["phases"]["sampling"]["engine"] == 20 and "engine" not in vllm["phases"]["training"]
     layer = 2 * 4096 * 5120 + 3 * 4096 * 14336 + 2 * 4096
-    judge = 128256 * 4096 + 2 * layer + 2 * 4096  # no head but 1 x 4096
-    assert vllm["parts"]["reward model"] == hf["parts"]["reward model"] == 2 * judge / GIB
-    assert hf["phases"]["training"]["engine"] == 2 * hf["parts"]["parameters"]  # of four ranks, in bf16
+    reward_model = 128256 * 4096 + 2 * layer + 2 * 4096  # its head is 1 x 4096
+    assert vllm["parts"]["reward model"] == hf["parts"]["reward model"] == 2 * reward_model / GIB
+    assert hf["phases"]["training"]["engine"] == 2 * hf["parts"]["parameters"]  # one of four ranks, in bf16
     # both, layers, heads, width, tokens, samples, bytes
     cache = 2 * 2 * 2 * 128 * (625 + 2048) * 32 * 2 / GIB
     assert hf["phases"]["sampling"]["engine"] - hf["phases"]["training"]["engine"] == pytest.approx(cache)
@@ -85,7 +87,7 @@ def test_every_script_and_preset():
 
 
 def test_llama_3_8b_on_four_gpus():
-    """docs/performance.md prints the peak."""
+    """docs/performance.md has this peak."""
     flags = ["--model", "llama-3-8b", "--gradient-checkpointing", "--json"]
     output = subprocess.check_output([sys.executable, ROOT / "benchmark" / "memory.py", *flags])
     found = json.loads(output)
@@ -93,16 +95,18 @@ def test_llama_3_8b_on_four_gpus():
 
 
 def test_what_is_refused(capsys):
-    wrong = {"--micro-bach-tokens 2": "--micro-batch-tokens", "--model llama-3": "neither a folder"}
-    for flags, told in (wrong | {"--ranks 3": "3 ranks"}).items():
-        with pytest.raises(SystemExit):
+    wrong = {"--micro-bach-tokens 2": "--micro-batch-tokens", "--model llama-3": "llama-3: pass a folder"}
+    for flags, message in (
+        wrong | {"--ranks 3": "3 ranks", "--ranks 0": "--ranks must be at least 1"}
+    ).items():
+        with pytest.raises(SystemExit), run.exit_on_input_error():
             memory.main(flags.split())
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory) -> Path:
-    """A Llama of 20 million parameters, 16 of them head and embedding, and pairs of 2 x (64 + 64) tokens."""
+    """Makes a Llama of 20 million parameters (16 in head and embedding), and pairs of 2 x 128 tokens."""
     folder = tmp_path_factory.mktemp("material")
     shape = dict(vocab_size=32000, hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
     shape |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
@@ -123,7 +127,7 @@ def material(tmp_path_factory) -> Path:
     ],
 )
 def test_estimate_is_the_measured_peak(material, tmp_path, script, ranks, flags, visible):
-    """And no part of it could be forgotten without notice."""
+    """If one of the visible parts were missing, the estimate would be too small."""
     common = [f"--dataset={material}/pairs.jsonl", "--num-steps=2", "--checkpoint-every=0", "--dtype=float32"]
     common += ["--max-length=128", "--max-prompt-length=64", "--max-new-tokens=64", *flags]
     first = [*common, "--model", f"{TOY}/policy", "--output-dir", f"{tmp_path}/first"]

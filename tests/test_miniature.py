@@ -1,4 +1,4 @@
-"""paper/miniature.py and paper/trials.py: real runs of a figure, and the judges."""
+"""Tests paper/miniature.py and paper/trials.py: real runs of a figure, and the judges."""
 
 import json
 import shlex
@@ -27,7 +27,7 @@ miniature.main("tiny", 2, write=WRITE)
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A figure of runs of two steps, in a repository of its own; the folder, and what was printed."""
+    """Makes a figure with runs of two steps in another repository. Returns its folder and the output."""
     folder = tmp_path_factory.mktemp("tiny")
     for path in [*trials.CODE[:6], "toy", "paper"]:
         copy = shutil.copytree if (ROOT / path).is_dir() else shutil.copy
@@ -97,7 +97,7 @@ def test_a_second_call_runs_nothing_and_writes_where_it_is_told_and_changed_code
 
 
 def test_every_toys_tales_are_judged_by_its_own_judge():
-    """Values by hand, from the words of one sentence; the tastes of two instances are other numbers."""
+    """The expected values come from the words of one sentence. Each instance has its own values."""
     sentence = "the shiny drum helps the small dog kindly ."
     scores = {}
     for instance, toy in ((0, "toy"), (3, "runs/instances/3"), (12, "runs/instances/12")):

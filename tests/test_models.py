@@ -8,6 +8,8 @@ from conftest import PAIRS, TOY, metrics, run_ranks
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import dpo_humanline
+import run
 import utils
 
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
@@ -40,7 +42,7 @@ def make(folder, kind: str, dtype=torch.float32) -> str:
 
 def test_a_model_with_weights_that_get_no_gradient_resumes_bit_for_bit(tmp_path):
     model = make(tmp_path / "model", "ernie4_5_moe")
-    flags = [*RUN, "--dtype", "float32", "--keep-checkpoints", "0", "--model", model]
+    flags = [*RUN, "--dtype", "float32", "--model", model]
     run_ranks(2, [[*flags, "--output-dir", str(tmp_path / "run")]])
     shutil.copytree(tmp_path / "run", tmp_path / "cut")
     checkpoints = tmp_path / "cut/checkpoints"
@@ -75,20 +77,20 @@ def test_a_weight_that_is_called_like_a_buffer_must_be_there(tmp_path, kind):
     weights = load_file(file)
     missing = next(name for name in sorted(weights) if name.endswith("attn.bias"))
     save_file({name: weights[name] for name in weights if name != missing}, file, {"format": "pt"})
-    with pytest.raises(ValueError, match=f"its files have no {missing}"):
-        utils.load_pretrained(AutoModelForCausalLM, model)
+    with pytest.raises(run.InputError, match=f"its files have no {missing}"):
+        utils.load_pretrained(AutoModelForCausalLM, model, "auto", False)
 
 
 @pytest.mark.parametrize(("kind", "factor"), [("granite", "logits_scaling"), ("cohere", "logit_scale")])
-def test_a_factor_of_the_logits_is_refused_by_name_in_bf16_too(tmp_path, kind, factor):
+def test_a_factor_of_the_logits_is_refused_by_name_in_bf16_too(tmp_path, one_rank, kind, factor):
     folder = make(tmp_path / "model", kind, torch.bfloat16)
-    model = utils.load_pretrained(AutoModelForCausalLM, folder, dtype="auto")
-    with pytest.raises(ValueError, match=f"its logits have a factor, {factor}"):
+    model = utils.load_pretrained(AutoModelForCausalLM, folder, "auto", False)
+    with pytest.raises(run.InputError, match=f"its logits have a factor, {factor}"):
         utils.choose_attention(model, 64)
 
 
 def test_a_reward_model_that_does_not_know_the_words_says_so(one_rank):
-    judge = utils.load_reward_model(str(TOY / "reward_model"), torch.float32)
+    judge = utils.load_reward_model(dpo_humanline.Args(reward_model=str(TOY / "reward_model")))
     sample = utils.Example("what is that", [1], text="nothing that a bouquet has", finished=False)
-    with pytest.raises(ValueError, match="--reward-model: most tokens of a sample are unknown"):
-        utils.reward_scores(*judge, [sample])
+    with pytest.raises(run.InputError, match="--reward-model: most tokens of a sample are unknown"):
+        utils.reward_scores(*judge, torch.device("cpu"), [sample])

@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoTokenizer, Phi3Config, PreTrainedTokenizerFast
 
 import utils
-from utils import CannotTrain
+from run import InputError
+from utils import SkipRow
 
 EACH = "{% for m in messages %}<|user|> {{ m.content }} <|end|> {% endfor %}"
 USER = {"role": "user", "content": "for king"}
@@ -21,7 +22,8 @@ def encode(prompt, completion=None, template=EACH):
     """Token ids with the toy's tokenizer and a template."""
     tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
     tokenizer.chat_template = template
-    return utils.encode(tokenizer, {tokenizer.eos_token_id}, prompt, completion)
+    completions = [] if completion is None else [completion]
+    return utils.encode(tokenizer, {tokenizer.eos_token_id}, prompt, completions)
 
 
 # --- three walls: what they stop would train on wrong tokens, and no metric would show it ---
@@ -45,7 +47,7 @@ SYSTEM_LAST = """{% for m in messages if m.role != 'system' %}<|user|>
     ],
 )
 def test_a_row_whose_text_the_template_loses_cannot_train(prompt, template, completion):
-    with pytest.raises((CannotTrain, ValueError), match="changes the text|renders a prompt differently"):
+    with pytest.raises((SkipRow, InputError), match="changes the text|renders a prompt differently"):
         encode(prompt, completion, template)
 
 
@@ -56,13 +58,13 @@ def test_a_system_message_may_stand_elsewhere(template):
 
 def test_a_template_that_changes_the_prompt_once_answered_is_refused():
     changing = "{% if not add_generation_prompt %}for {% endif %}" + EACH
-    with pytest.raises(ValueError, match="differently once it is answered: pass --chat-template"):
+    with pytest.raises(InputError, match="differently once it is answered: pass another --chat-template"):
         encode("for king", "rose iris", changing)
 
 
 @pytest.mark.parametrize("completion", [None, "Paris, as ever."])
 def test_own_data_do_not_train_the_toy(completion):
-    with pytest.raises(CannotTrain, match="unknown to the tokenizer"):
+    with pytest.raises(SkipRow, match="unknown to the tokenizer"):
         encode("What is the capital of France?", completion)
 
 
@@ -85,27 +87,23 @@ LONG = {"original_max_position_embeddings": 1024, "rope_parameters": rope("longr
 # Llama 3.1's and YaRN's original positions are no limit: they are stretched for good.
 STRETCH = {"original_max_position_embeddings": 256, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA = {"max_position_embeddings": 1024}
-CONFIGS = {  # whether a sequence beyond its positions is an error, or samples alone
-    "learned": (AutoConfig.for_model("gpt2", n_positions=1024), True),
-    "long": (Phi3Config(hidden_size=32, num_attention_heads=4, max_position_embeddings=4096, **LONG), True),
-    "dynamic": (AutoConfig.for_model("llama", rope_parameters=rope("dynamic"), **LLAMA), True),
-    "of a layer": (AutoConfig.for_model("gemma3_text", rope_parameters=BY_LAYER, **LLAMA), True),
-    "stretched": (AutoConfig.for_model("llama", rope_parameters=rope("llama3", **STRETCH), **LLAMA), False),
-    "linear": (AutoConfig.for_model("llama", rope_parameters=rope("linear"), **LLAMA), False),
-    "rotary": (AutoConfig.for_model("llama", **LLAMA), False),
+CONFIGS = {
+    "learned": AutoConfig.for_model("gpt2", n_positions=1024),
+    "long": Phi3Config(hidden_size=32, num_attention_heads=4, max_position_embeddings=4096, **LONG),
+    "dynamic": AutoConfig.for_model("llama", rope_parameters=rope("dynamic"), **LLAMA),
+    "of a layer": AutoConfig.for_model("gemma3_text", rope_parameters=BY_LAYER, **LLAMA),
+    "stretched": AutoConfig.for_model("llama", rope_parameters=rope("llama3", **STRETCH), **LLAMA),
+    "linear": AutoConfig.for_model("llama", rope_parameters=rope("linear"), **LLAMA),
+    "rotary": AutoConfig.for_model("llama", **LLAMA),
 }
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_lengths_beyond_a_models_positions_are_an_error_with_both_numbers(kind):
-    """Learned positions end there; others change for a whole pass. Else samples alone must fit."""
-    config, strict = CONFIGS[kind]
-    utils.check_positions(config, longest=1024, max_new_tokens=924)
-    with pytest.raises(ValueError, match="1025 tokens.* it has 1024 positions.*--max-new-tokens"):
-        utils.check_positions(config, 1025, 900 if strict else 1025)
-    if not strict:
-        utils.check_positions(config, 1025, 900)
-    utils.check_positions(AutoConfig.for_model("bloom"), 10**6, 10**6)  # it has no positions
+    utils.check_positions(CONFIGS[kind], longest=1024)
+    with pytest.raises(InputError, match="1025 tokens.* the model has 1024 positions.*--max-new-tokens"):
+        utils.check_positions(CONFIGS[kind], longest=1025)
+    utils.check_positions(AutoConfig.for_model("bloom"), longest=10**6)  # it has no positions
 
 
 def test_a_model_that_cannot_be_packed_is_not():
@@ -117,7 +115,7 @@ def test_a_model_that_cannot_be_packed_is_not():
     try:
         told = utils.choose_attention(model, 32)
         assert told.startswith(model.config._attn_implementation)
-    except ValueError as error:  # of transformers 5.16, whose Doge depends on padding too
+    except InputError as error:  # of transformers 5.16, whose Doge depends on padding too
         told = str(error)
     assert re.search(r"; loop: [\d.]+ nats off", told)
 
@@ -132,7 +130,7 @@ def test_a_model_that_cannot_be_packed_is_not():
 )
 def test_a_model_whose_log_probs_are_not_its_own_is_refused(name, settings):
     model = build(name, SIZES | settings).train()
-    with pytest.raises(ValueError, match="depends on later tokens, on noise|logits have a factor"):
+    with pytest.raises(InputError, match="depend on later tokens, on noise|logits have a factor"):
         utils.choose_attention(model, 32)
 
 
@@ -148,7 +146,7 @@ def test_a_token_that_the_head_does_not_have_is_nan(bias, monkeypatch):
 def test_a_text_that_the_tokenizer_drops_cannot_train():
     raw = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate("abc|")}, merges=[]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="|")
-    assert utils.encode(tokenizer, {3}, "ab", "ca")[1] == [2, 0, 3]
-    for dropped in ("日本", ""):
-        with pytest.raises(CannotTrain, match="drops its text"):
-            utils.encode(tokenizer, {3}, "ab", dropped)
+    assert utils.encode(tokenizer, {3}, "ab", ["ca", "b"]) == ([0, 1], [[2, 0, 3], [1, 3]])
+    for dropped, reason in (("日本", "drops the text"), ("", "completion empty")):
+        with pytest.raises(SkipRow, match=reason):
+            utils.encode(tokenizer, {3}, "ab", ["ca", dropped])

@@ -4,12 +4,25 @@ import json
 
 import pytest
 import torch
-from conftest import PAIRS, SHARED, TOY, agree, metrics, read_pool, read_rows, run_ranks, write_rows
+from conftest import (
+    PAIRS,
+    SHARED,
+    TOY,
+    agree,
+    finish,
+    metrics,
+    read_pool,
+    read_rows,
+    run_edited,
+    run_ranks,
+    start_ranks,
+    write_rows,
+)
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 from worker import run_here
 
 import dpo_humanline
-from utils import Example, TransformersEngine, load_reward_model, means, reward_scores, win_rate
+from utils import Example, TransformersEngine, above, load_reward_model, mean_and_error, reward_scores
 
 RUN = ["--online", "--engine", "hf", "--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "4"]
 RUN += ["--k", "3", "--round-prompts", "20", "--batch-size", "8", "--num-steps", "7"]
@@ -46,7 +59,6 @@ def test_what_a_round_leaves_over_is_trained_on_before_the_next_one(run):
     """Twenty prompts give twenty pairs, and a step takes eight: 20 12, 24 16 8, 20 12, and 4 are left."""
     steps = metrics(run)
     assert [line.get("rollout/round") for line in steps] == [1, None, 2, None, None, 3, None]
-    assert [line["rollout/age_steps"] for line in steps] == [0, 1, 0, 1, 2, 0, 1]
     assert all(line.get("rollout/filtered", 0) == 0 for line in steps)
     pools = {step: read_pool(run / "checkpoints" / f"step-{step}") for step in (6, 7)}
     assert len(pools[6]) == 12 and pools[7] == pools[6][8:]
@@ -56,21 +68,18 @@ def test_what_a_round_leaves_over_is_trained_on_before_the_next_one(run):
 def test_a_round_sets_the_reference_to_the_policy_and_k_goes_on(run):
     """Rounds begin at 0, 2 and 5. With k = 3 the reference is the policy before the updates of 0, 3 and 6."""
     steps, ages = metrics(run), [0, 1, 0, 1, 1, 0, 1]
-    assert [line["humanline/steps_since_sync"] for line in steps] == ages
     assert [line["humanline/log_ratio_abs_mean"] == 0 for line in steps] == [age == 0 for age in ages]
 
 
 def test_without_humanline_the_reference_is_the_round_start(tmp_path):
     run_ranks(1, [[*RUN, "--no-humanline", "--num-steps", "5", "--output-dir", str(tmp_path / "run")]])
     steps, ages = metrics(tmp_path / "run"), [0, 1, 0, 1, 2]
-    assert [line["humanline/steps_since_sync"] for line in steps] == ages
-    assert [line["rollout/age_steps"] for line in steps] == ages
     assert [line["humanline/log_ratio_abs_mean"] == 0 for line in steps] == [age == 0 for age in ages]
 
 
 def test_evaluation_by_sampling_is_logged_and_summarised(run):
     steps, summary = metrics(run), json.loads((run / "summary.json").read_text())
-    assert [line["step"] for line in steps if "eval/reward" in line] == [2, 5]
+    assert [line["step"] for line in steps if "eval/reward" in line] == [3, 6]
     assert summary["before"]["eval/win_rate"] == [0.5, 0.0]
     names = {"eval/reward", "eval/win_rate", "eval/length", "eval/finished", "eval/margin"}
     assert set(summary["after"]) >= names
@@ -79,11 +88,11 @@ def test_evaluation_by_sampling_is_logged_and_summarised(run):
     assert [row["instruction"] for row in outputs] == [row["prompt"] for row in read_rows(PAIRS)[:4]]
 
 
-def test_win_rate_counts_ties_half():
-    wins = win_rate(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0.0, 2.0, 4.0, 1.0]))
-    assert wins.tolist() == [1, 0.5, 0, 1]
-    found = means({"wins": wins, "one": wins[:1]})
-    assert found["wins"] == pytest.approx((0.625, torch.tensor([1, 0.5, 0, 1]).std().item() / 2))
+def test_ties_are_half_a_win():
+    found = above(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0.0, 2.0, 4.0, 1.0]))
+    assert found.tolist() == [1, 0.5, 0, 1]
+    found = mean_and_error({"above": found, "one": found[:1]})
+    assert found["above"] == pytest.approx((0.625, torch.tensor([1, 0.5, 0, 1]).std().item() / 2))
     assert found["one"] == (1, 0)
 
 
@@ -145,7 +154,7 @@ def test_a_real_model_and_real_prompts_go_through_a_round(tmp_path):
 
 def test_reward_scores_render_the_conversation_and_read_the_last_token(one_rank):
     """Against one forward pass per conversation. Unfinished completions have no end of turn."""
-    model, tokenizer = load_reward_model(str(TOY / "reward_model"), torch.float32)
+    model, tokenizer = load_reward_model(dpo_humanline.Args(reward_model=str(TOY / "reward_model")))
     samples = [
         Example("for king", [], text="rose lily", finished=True),
         Example("for queen", [], text="fern", finished=False),
@@ -163,17 +172,18 @@ def test_reward_scores_render_the_conversation_and_read_the_last_token(one_rank)
             expected.append(model(input_ids=ids).logits.item())
     for pad_id in (model.config.pad_token_id, None):  # a reward model without a pad token is handled
         model.config.pad_token_id = pad_id
-        assert reward_scores(model, tokenizer, samples).tolist() == pytest.approx(expected, abs=1e-5)
+        scores = reward_scores(model, tokenizer, torch.device("cpu"), samples)
+        assert scores.tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_score_of_a_reward_model_with_its_own_code_is_used(one_rank):
     class Output:
         logits, score = torch.zeros(2, 19), torch.tensor([0.25, -1.0])
 
-    model, tokenizer = load_reward_model(str(TOY / "reward_model"), torch.float32)
+    model, tokenizer = load_reward_model(dpo_humanline.Args(reward_model=str(TOY / "reward_model")))
     model.forward = lambda **inputs: Output
     samples = [Example("for king", [], text="rose"), Example("for boy", [], text="iris")]
-    scores = reward_scores(model, tokenizer, samples)
+    scores = reward_scores(model, tokenizer, torch.device("cpu"), samples)
     assert sorted(scores.tolist()) == [-1, 0.25]
 
 
@@ -185,3 +195,27 @@ def test_ranks_that_share_an_engine_sample_what_single_ranks_do(run, tmp_path):
     run_ranks(4, [[*RUN, "--output-dir", str(tmp_path / "shared")]], "sharing_worker.py")
     steps = metrics(run, True)
     agree(steps, metrics(tmp_path / "shared", True), sampled(steps), rel=1e-9)
+
+
+def test_an_engine_of_another_rank_than_the_first_is_checked_too(tmp_path):
+    flags = ["--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "8", "--engine", "hf"]
+    flags += ["--generation-batch-size", "4", "--max-new-tokens", "12"]
+    flags += ["--batch-size", "4", "--num-steps", "3", "--lr", "1e-2"]
+    processes = start_ranks(2, [[*flags, "--output-dir", str(tmp_path / "run")]], "stale_worker.py")
+    processes[0].join(120)
+    processes[1].kill()  # as torchrun does
+    output = finish(processes)[0]
+    assert processes[0].exitcode == 1 and "error: sampling: the engine's model is not the policy" in output
+    assert len(metrics(tmp_path / "run")) == 3  # the evaluation before training was right
+
+
+def test_samples_are_scored_by_a_program_instead_of_a_reward_model(tmp_path):
+    """The edit that utils.py names: here the reward is the length of the text."""
+    line = "    optimizer = torch.optim.AdamW(\n"
+    score = "    sampler.score = lambda samples: torch.tensor([len(x.text) for x in samples]).double()\n"
+    ended = run_edited(tmp_path, line, score + line, "--eval-dataset", PAIRS, "--eval-samples", "4")
+    assert ended.returncode == 0, ended.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    outputs = json.loads((run / "outputs.json").read_text())
+    mean = sum(len(output["output"]) for output in outputs) / len(outputs)
+    assert json.loads((run / "summary.json").read_text())["after"]["eval/reward"][0] == pytest.approx(mean)

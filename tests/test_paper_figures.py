@@ -1,4 +1,4 @@
-"""The pictures of paper/: learning curves, Figure 2, pages of tokens. Their numbers by other computations."""
+"""Tests the pictures of paper/ (learning curves, Figure 2, pages of tokens), with numbers computed again."""
 
 import json
 import math
@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import tyro
 from conftest import PAIRS, ROOT, metrics, read_rows, run_ranks, write_rows
 from scipy import stats
@@ -15,16 +16,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paper import curves, figure2, tokens
 from paper.curves import collect, curve
+from run import exit_on_input_error
 
 SHORT = "--num-steps 6 --warmup-fraction 0 --k 4 --eval-samples 4 --max-new-tokens 8 --engine hf"
 SHORT += " --keep-checkpoints 0"
-TOKEN = r"log π_θ (\S+), log π_ref (\S+), log-ratio (\S+) nats, id (\d+)"  # as a page says it
-TOKEN += r"(, humanline clips it)?(, 1 ± ε clips it)?"
+TOKEN = r"log π_θ (\S+), log π_ref (\S+), log-ratio (\S+) nats, id (\d+)"  # the text of a token in a page
+TOKEN += r"(, clipped by humanline)?(, clipped by 1 ± ε)?"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Folders of short runs. grpo-four ends where grpo-1's reference was synced, before its fifth step."""
+    """Makes short runs. "four" ends with the policy that becomes grpo-1's reference in the fifth step."""
     folder = tmp_path_factory.mktemp("runs")
     rows = read_rows(ROOT / "toy" / "tales" / "preferences_train.jsonl.gz")[:64]
     data = write_rows(folder / "tales.jsonl", rows)
@@ -47,13 +49,15 @@ def margin_after(folder) -> float:
 
 
 def refused(program, arguments: list[str], capfd) -> str:
-    """The one line with which a command ends."""
+    """Returns the one line with which a command ends."""
     capfd.readouterr()
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit) as stop, exit_on_input_error():
         tyro.cli(program.main, args=arguments)
     message = stop.value.code
-    if message == 1:  # else the interpreter prints it, and exits with 1
+    if message == 1:  # otherwise the interpreter prints the message
         message = capfd.readouterr().err
+    if dist.is_initialized():
+        dist.destroy_process_group()
     assert message.startswith("error: ") and len(message.splitlines()) == 1, message
     return message
 
@@ -61,19 +65,20 @@ def refused(program, arguments: list[str], capfd) -> str:
 def test_a_curve_is_what_the_run_wrote_so_far(runs, tmp_path):
     lines = metrics(runs / "grpo-1")
     whole = curve(runs / "grpo-1", "eval/margin")
-    assert whole == {0: 0.0} | {step: lines[step - 1]["eval/margin"] for step in (2, 4, 6)}
-    assert whole[6] == margin_after(runs / "grpo-1") != 0
-    assert curve(runs / "grpo-1", "loss") == {line["step"] + 1: line["loss"] for line in lines}
+    assert whole == {0: 0.0, 6: margin_after(runs / "grpo-1")} | {s: lines[s]["eval/margin"] for s in (2, 4)}
+    assert whole[6] != whole[4] != 0
+    assert curve(runs / "grpo-1", "loss") == {line["step"]: line["loss"] for line in lines}
     assert curve(runs / "dpo", "eval/margin") == {0: 0.0, 6: margin_after(runs / "dpo")}  # no --eval-every
     killed = shutil.copytree(runs / "grpo-1", tmp_path / "killed")
     (killed / "summary.json").unlink()
     text = (killed / "metrics.jsonl").read_text()
-    (killed / "metrics.jsonl").write_text(text[: text.rindex("\n", 0, -1) + 20])  # the sixth line is cut
-    assert curve(killed, "eval/margin") == {2: whole[2], 4: whole[4]}
+    incomplete = text[: text.index('{"step": 4') + 20]  # a part of the fifth line
+    (killed / "metrics.jsonl").write_text(incomplete)
+    assert curve(killed, "eval/margin") == {2: whole[2]}
     extended = shutil.copytree(runs / "dpo", tmp_path / "extended")
     args = json.loads((extended / "args.json").read_text())
     (extended / "args.json").write_text(json.dumps(args | {"num_steps": 12}))
-    assert list(curve(extended, "eval/margin")) == [0]  # the old end is no evaluation of what goes on
+    assert list(curve(extended, "eval/margin")) == [0]  # summary.json is that of the run before its extension
 
 
 def test_the_interval_is_students_over_seeds():
@@ -86,8 +91,8 @@ def test_the_interval_is_students_over_seeds():
 def test_smoothing_is_the_mean_of_the_last_steps_and_unequal_runs_share_their_common_ones(runs):
     whole = [line["loss"] for line in metrics(runs / "grpo-1")]
     steps, values = collect([runs / "grpo-1", runs / "four"], "loss", 3)
-    assert steps == [1, 2, 3, 4]
-    expected = [np.mean(whole[max(0, step - 3) : step]) for step in steps]
+    assert steps == [0, 1, 2, 3]
+    expected = [np.mean(whole[max(0, step - 2) : step + 1]) for step in steps]
     assert values[0].tolist() == pytest.approx(expected, rel=1e-12)
     assert values[0].tolist() == values[1].tolist()  # the same flags and seed: the same run
 
@@ -102,8 +107,11 @@ def test_the_command_draws_and_tells_the_numbers(runs, tmp_path, capsys):
 
 
 def test_capacity_and_weights_at_known_points():
-    """Published values of w at γ = 0.61, to their two decimals; and §3's gamble: +$50 with 60% and +$100 with
-    20%, where perceived 0.8 and 0.3 give 0.5 and 0.3."""
+    """The first values are published values of w at γ = 0.61, rounded to two decimals.
+
+    The next are those of the gamble in §3: +$50 with 60% and +$100 with 20%. Perceived probabilities of 0.8
+    and 0.3 give weights of 0.5 and 0.3.
+    """
     known = {0.0: 0.0, 0.01: 0.06, 0.1: 0.19, 0.5: 0.42, 0.9: 0.71, 0.99: 0.91, 1.0: 1.0}
     for a, published in known.items():
         assert round(float(figure2.capacity(a)), 2) == published
@@ -116,7 +124,7 @@ def test_capacity_and_weights_at_known_points():
 
 
 def plain_logps(folder, ids: list[int], first: int) -> list[float]:
-    """Log-probs of ids[first:] by transformers, in float64."""
+    """Computes the log-probs of ids[first:] with transformers, in float64."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     with torch.no_grad():
         logps = model(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -124,7 +132,7 @@ def plain_logps(folder, ids: list[int], first: int) -> list[float]:
 
 
 def conversation(folder, prompt: str, completion: str) -> tuple[list[int], int]:
-    """Token ids by the toys' chat template, and where the completion begins."""
+    """Returns token ids in the toys' chat template, and where the completion begins."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     before = tokenizer(f"<|user|> {prompt} <|end|> <|assistant|>").input_ids
     after = tokenizer(f"{completion} <|end|>").input_ids
@@ -132,14 +140,14 @@ def conversation(folder, prompt: str, completion: str) -> tuple[list[int], int]:
 
 
 def check_cumulative(points: list[tuple], values: list[float]):
-    """Points are written with 5 digits: x may stand on either side of a value."""
+    """Checks a cumulative distribution. Its points have 5 digits, so x may be on either side of a value."""
     for x, y in points:
         ends = np.mean(np.array(values) <= x - 1e-4), np.mean(np.array(values) <= x + 1e-4)
         assert min(abs(y - end) for end in ends) < 1e-4
 
 
 def test_figure_2_draws_what_plain_transformers_finds_and_repeats(runs, tmp_path):
-    """Of the DPO run's first 8 pairs."""
+    """The figure is that of the DPO run's first 8 pairs."""
     texts = []
     for name in ("one", "two"):
         figure2.main(runs / "dpo", tmp_path / f"{name}.png", 8)
@@ -167,7 +175,7 @@ def test_figure_2_draws_what_plain_transformers_finds_and_repeats(runs, tmp_path
 
 
 def page_of(run, step: int, rows: int, path) -> tuple[str, list[list[tuple]]]:
-    """A page, and the tokens of its completions as they are told."""
+    """Writes a page. Returns its text, and the tokens of its completions as the page shows them."""
     tokens.main(run, step, rows, path)
     text = path.read_text()
     _, *blocks = text.split('<div class="tokens">')
@@ -178,17 +186,20 @@ def page_of(run, step: int, rows: int, path) -> tuple[str, list[list[tuple]]]:
     ("script", "run", "synced"), [("dpo", "dpo", 0), ("kto", "kto", 0), ("grpo", "grpo-1", 4)]
 )
 def test_a_page_has_the_log_probs_of_plain_transformers(runs, tmp_path, script, run, synced):
-    """The run's final/ is the policy of step 6; the reference is the toy's, or the policy after 4 steps."""
+    """The policy is the run's final/. The reference is the toy's policy, or the policy after 4 steps."""
     toy = ROOT / "toy" / ("bouquets" if script == "dpo" else "tales") / "policy"
     before = runs / "four" / "final" if synced else toy
-    expected = []  # prompt, completion, whether it is chosen
+    expected = []  # (prompt, completion, whether it is chosen)
     for row in read_rows(PAIRS if script == "dpo" else runs / "tales.jsonl")[:6]:
         expected += [(row["prompt"], row["chosen"], True), (row["prompt"], row["rejected"], False)]
     text, completions = page_of(runs / run, 6, 6, tmp_path / "page.html")
+    titles = {"dpo": ("chosen", "rejected"), "kto": ("desirable", "undesirable")}
+    titles["grpo"] = ("reward 1, A = +1.00", "reward 0, A = -1.00")
+    assert re.findall("<h2>(.*?);", text) == [*titles[script]] * 6
     for completion, (*turn, chosen) in zip(completions, expected, strict=True):
-        logps, ref_logps, log_ratios, told = np.array([token[:4] for token in completion], float).T
+        logps, ref_logps, log_ratios, shown = np.array([token[:4] for token in completion], float).T
         ids, first = conversation(toy, *turn)
-        assert told.tolist() == ids[first:]
+        assert shown.tolist() == ids[first:]
         policy = np.array(plain_logps(runs / run / "final", ids, first))
         reference = np.array(plain_logps(before, ids, first))
         assert logps == pytest.approx(policy, abs=1e-3)
@@ -204,24 +215,33 @@ def test_a_page_has_the_log_probs_of_plain_transformers(runs, tmp_path, script, 
     assert script != "grpo" or 0 < eps < 1 and f"removes its gradient ({eps:.1%})" in text
     assert f"reference is the policy after {synced} (k =" in text.replace("\n", " ")
     assert not re.search(r"https?:|src=|href=|url\(|@import|<script|<link|<iframe", text)  # it loads nothing
-    assert "<|" not in text  # what tokens say is escaped
+    assert "<|" not in text  # the text of tokens is escaped
 
 
 def test_bad_input_is_one_line(runs, tmp_path, capfd):
     for program, arguments, message in (
-        (curves, "nowhere-*", "nowhere-*: no run is here"),
-        (curves, "RUNS/four --metric eval/acuracy", "no metric eval/acuracy; it has eval/accuracy, eval/fin"),
-        (curves, "RUNS/four RUNS/plain --label a", "2 runs need as many different names"),
-        (tokens, "RUNS", "no run is here"),
-        (tokens, "RUNS/grpo-1 --step 5", "checkpoints there are step-3, step-6;"),
+        (curves, "nowhere-*", "nowhere-* is no run"),
+        (
+            curves,
+            "RUNS/four --metric eval/acuracy",
+            "no metric eval/acuracy, only eval/accuracy, eval/finished",
+        ),
+        (curves, "RUNS/four RUNS/plain --label a", "2 lines need 2 different labels"),
+        (tokens, "RUNS", "RUNS is no run: FileNotFoundError"),
+        (
+            tokens,
+            "RUNS/grpo-1 --step 5",
+            "the checkpoints of RUNS/grpo-1 are step-3, step-6; --keep-checkpoints 0",
+        ),
         (tokens, "RUNS/dpo --out /nowhere/page.html", "--out /nowhere/page.html: "),
     ):
-        assert message in refused(program, arguments.replace("RUNS", str(runs)).split(), capfd)
+        arguments = arguments.replace("RUNS", str(runs)).split()
+        assert message.replace("RUNS", str(runs)) in refused(program, arguments, capfd)
     broken = shutil.copytree(runs / "dpo", tmp_path / "broken")
     (weights,) = broken.glob("checkpoints/step-6/*.distcp")
     weights.write_bytes(weights.read_bytes()[:1000])
-    assert "step-6 is damaged, or another model's: " in refused(tokens, [str(broken)], capfd)
+    assert "step-6 is damaged, or of another model: " in refused(tokens, [str(broken)], capfd)
     args = json.loads((broken / "args.json").read_text())
     (broken / "args.json").write_text(json.dumps(args | {"eval_dataset": ""}))
     for program in (tokens, figure2):
-        assert "the run has no completions as --eval-dataset" in refused(program, [str(broken)], capfd)
+        assert "the --eval-dataset of the run has no completions" in refused(program, [str(broken)], capfd)

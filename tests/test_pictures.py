@@ -1,4 +1,4 @@
-"""paper/pictures.py: what is drawn is what the csvs say."""
+"""Tests paper/pictures.py: the pictures show the numbers of the csv files."""
 
 import numpy as np
 import pytest
@@ -6,19 +6,19 @@ from test_study import reported
 
 from paper import pictures
 
-OTHERS = ("figure8", "time", "instances", "tasks", "stories")  # with a test of their own
+OTHERS = ("figure8", "time", "instances", "tasks", "stories")  # these have their own tests
 NAMES = sorted(path.stem.removesuffix("_arms") for path in pictures.RESULTS.glob("*_arms.csv"))
 
 
 @pytest.fixture
 def axes_of():
-    """A function: the panels of what is drawn for a name."""
+    """Returns a function that draws the picture of a name and returns its panels."""
     yield lambda name: pictures.figures_of(name, pictures.RESULTS)[name].axes
     pictures.plt.close("all")
 
 
 def of_lines(axes, marker: str) -> set[float]:
-    """The x of all points of a marker."""
+    """Returns the x of all points with a marker."""
     lines = [line for line in axes.get_lines() if line.get_marker() == marker]
     return {float(x) for line in lines for x in line.get_xdata()}
 

@@ -85,12 +85,12 @@ def test_a_run_ended_at_any_moment_goes_on_as_if_nothing_was(uninterrupted, tmp_
     codes = [process.exitcode for process in processes]
     assert codes in ([0] * ranks, [-9 if number == KILL else 128 + number] * ranks), outputs
     if codes[0] > 0:
-        assert f" steps; to go on: --resume {folder}\n" in outputs[0]
+        assert f" steps; to resume: --resume {folder}\n" in outputs[0]
     if list(folder.glob("checkpoints/step-*")):
         run_ranks(ranks, [["--resume", str(folder)]], script=script)
         same(folder, whole)
     else:  # killed before the first one
-        assert "it has no whole checkpoint" in refused(["--resume", str(folder)], script=script)
+        assert "it has no complete checkpoint" in refused(["--resume", str(folder)], script=script)
 
 
 def test_a_write_that_is_interrupted_leaves_no_checkpoint_that_loads(uninterrupted, tmp_path):
@@ -105,10 +105,10 @@ def test_a_write_that_is_interrupted_leaves_no_checkpoint_that_loads(uninterrupt
     for process in processes:
         process.kill()
     finish(processes)
-    assert (folder / "checkpoints" / "step-5" / "state.json").exists()
+    assert (folder / "checkpoints" / "step-5" / "progress.json").exists()
     run_ranks(2, [["--resume", str(folder)]])
     same(folder, uninterrupted(ranks=2))
-    assert not torn.exists() and (whole / "state.json").exists()
+    assert not torn.exists() and (whole / "progress.json").exists()
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(2, "0"), (4, "2")])
@@ -127,7 +127,7 @@ def test_a_finished_run_goes_on_even_in_a_folder_that_was_moved(uninterrupted, t
     before = metrics(folder)
     output = run_ranks(1, [["--resume", str(folder), "--num-steps", str(STEPS)]])
     same(folder, uninterrupted())
-    assert f"6 steps are done: goes on from {folder}/checkpoints/step-6\n" in output
+    assert f"6 steps are done: resumes from {folder}/checkpoints/step-6\n" in output
     assert metrics(folder)[:6] == before  # with the seconds that each took: no step was done again
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-10", "step-14"}
 
@@ -144,7 +144,7 @@ def test_a_run_without_checkpoints_writes_none_and_cannot_go_on(tmp_path):
     run_ranks(1, [[*DPO, "--checkpoint-every", "0", "--num-steps", "3", "--output-dir", str(folder)]])
     assert lines(folder) == 3 and not (folder / "checkpoints").exists()
     said = refused(["--resume", str(folder), "--num-steps", "6"])
-    assert said.startswith(f"error: --resume {folder}: it has no whole checkpoint") and lines(folder) == 3
+    assert said.startswith(f"error: --resume {folder}: it has no complete checkpoint") and lines(folder) == 3
 
 
 def load(folder, name: str) -> tuple:
@@ -166,7 +166,7 @@ def test_flags_beside_resume_win_are_said_and_are_recorded(tmp_path):
     lr, eps, decay = 1e-2, 0.3, 0.5
     flags = ["--lr", str(lr), "--adam-eps", str(eps), "--weight-decay", str(decay), "--num-steps", "3"]
     output = run_ranks(1, [["--resume", str(folder), *flags]])
-    assert f"the settings of {folder}; --resume {folder} {' '.join(flags)}" in output.splitlines()
+    assert f"the settings of {folder}; flags: --resume {folder} {' '.join(flags)}" in output.splitlines()
     changed = {"lr": lr, "adam_eps": eps, "weight_decay": decay, "num_steps": 3}
     assert json.loads((folder / "args.json").read_text()) == before | changed
 
@@ -192,8 +192,8 @@ def test_a_signal_under_torchrun_lets_the_step_finish_and_says_how_to_go_on(tmp_
         output, errors = process.communicate(timeout=120)
     done = lines(folder)
     (stopped,) = [line for line in output.splitlines() if line.startswith("stopped")]
-    assert stopped == f"stopped after {done} steps; to go on: --resume {folder}"
-    assert 2 <= done < STEPS and (folder / "checkpoints" / f"step-{done}" / "state.json").exists()
+    assert stopped == f"stopped after {done} steps; to resume: --resume {folder}"
+    assert 2 <= done < STEPS and (folder / "checkpoints" / f"step-{done}" / "progress.json").exists()
     # No traceback but that of torchrun, which ends with its own code.
     assert 'dpo_humanline.py", line' not in errors and process.returncode == 1
 
@@ -239,7 +239,7 @@ def save(one_rank, tmp_path, monkeypatch):
     """Writes a checkpoint with a pool, and next to no weights."""
     monkeypatch.setattr("run.training_state", lambda *_: {"weight": torch.ones(2)})
 
-    def save(step, pool=(), keep=0):
+    def save(step, pool=(), keep=2):
         progress = Progress(data_hash="", step=step, pool=list(pool))
         save_checkpoint(SimpleNamespace(keep_checkpoints=keep), tmp_path, None, None, None, progress)
         return tmp_path / "checkpoints" / f"step-{step}"
@@ -250,18 +250,20 @@ def save(one_rank, tmp_path, monkeypatch):
 def test_the_pool_of_a_checkpoint_is_exact(save):
     turns = [{"role": "system", "content": ""}, {"role": "user", "content": "ünïcode \n\0 \U0001f339"}]
     few = [Example("", [1], [], reward) for reward in (math.nan, math.inf, -0.0, 1e-320, 1 / 3)]
-    odd = [Example(turns, [1, 2], [3], 0.1 + 0.2, "text", False, "7"), Example(turns[1:], [7], [8, 9])]
+    odd = [Example(turns, [1, 2], [3], 0.1 + 0.2, True, "text", False, "7"), Example(turns[1:], [7], [8, 9])]
     for pool in ([], [tuple(few)], [tuple(odd), (odd[1],)], [(example,) for example in odd]):
         assert repr(read_pool(save(5, pool))) == repr(pool)  # nan is not nan
 
 
-@pytest.mark.parametrize(("keep", "stay"), [(1, {15}), (2, {10, 15}), (0, {5, 10, 15})])
-def test_the_newest_checkpoints_stay(save, tmp_path, keep, stay):
-    for step in (5, 10, 15):
+def test_the_newest_checkpoints_stay(save, tmp_path):
+    for step, keep in ((5, 0), (10, 0), (15, 0)):
         save(step, keep=keep)
-    assert {int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir()} == stay
-    (tmp_path / "checkpoints" / "step-99").mkdir()  # damaged: the run went on from step 15
-    assert save(20, keep=keep).exists()
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 3
+    save(15)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-10", "step-15"}
+    for damaged in ("step-98", "step-99"):  # the run went on from step 15
+        (tmp_path / "checkpoints" / damaged).mkdir()
+    assert save(20).exists() and (tmp_path / "checkpoints" / "step-15").exists()
 
 
 def test_a_resumed_run_is_one_run_in_tensorboard(tmp_path):

@@ -1,4 +1,4 @@
-"""benchmark/step.py at toy size: what it runs is the scripts, TRL and another checkout, on the same work."""
+"""Tests benchmark/step.py at toy size: it runs the scripts, TRL and another checkout on the same data."""
 
 import json
 import shutil
@@ -9,6 +9,8 @@ import pytest
 import step
 from conftest import ROOT
 from transformers import AutoConfig
+
+import run
 
 PAIRS = step.PAIRS[:8]
 TOKENS = sum(2 * prompt + chosen + rejected for prompt, chosen, rejected in PAIRS)
@@ -30,7 +32,7 @@ def test_figures_by_hand(found):
     assert (found["tokens"], found["completion_tokens"]) == (TOKENS, COMPLETION)
     ours, trl = found["arms"].values()
     for arm in (ours, trl):
-        assert len(arm["seconds"]) == 4 and len(arm["loss"]) == 3  # of two rounds; of one with its first step
+        assert len(arm["seconds"]) == 4 and len(arm["loss"]) == 3  # two rounds; one round with its first step
         assert arm["tokens_per_second"] == pytest.approx(TOKENS / median(arm["seconds"]))
         assert 0 < arm["efficiency"] < 1 and 0.2 < arm["peak"] < 4 and arm["cpu"] > sum(arm["seconds"]) / 2
     assert ours["time"] == ours["memory"] == 1
@@ -39,14 +41,14 @@ def test_figures_by_hand(found):
 
 
 def test_trl_trains_on_the_same_tokens(found):
-    """The first gradient depends on every token, mask and weight, the second loss on the update too."""
+    """The first gradient depends on every token, mask and weight. The second loss depends on the update."""
     ours, trl = found["arms"].values()
     assert trl["grad_norm"][0] == pytest.approx(ours["grad_norm"][0], rel=1e-5) and ours["grad_norm"][0] > 0.1
     assert trl["loss"][:2] == pytest.approx(ours["loss"][:2], rel=1e-3) and ours["loss"][1] < 0.5
 
 
 def test_two_ranks_and_arms_do_what_they_are_named_for(found, capsys):
-    """Up to the second step both arms have one reference, and then offline's is behind."""
+    """Both arms have the same reference up to the second step. Then offline's reference is behind."""
     one = found["arms"]["k=1"]
     two = measure("--arms", "k=1", "offline", "--ranks", "2", "--steps", "3")["arms"]
     for arm in two.values():
@@ -84,12 +86,12 @@ def test_flops_by_hand(kto, each):
     assert step.needed_flops(config, 7, 3, kto) == each * (decoder * 7 + 32000 * 384 * 3)
 
 
-def test_what_is_refused_and_an_arm_that_fails(capsys):
+def test_what_is_refused_and_an_arm_that_fails():
     for flags, told in (
-        ("--arms k=0", "--arms k=0: they are offline or k=N"),
-        ("--script kto --trl", "--trl is for DPO"),
+        ("--arms k=0", "--arms k=0: an arm is offline or k=N"),
+        ("--script kto --trl", "--trl needs --script dpo"),
         ("--arms k=1 --lr -1", f"k=1 in {ROOT}: error: --lr -1.0 is out of range"),
     ):
-        with pytest.raises(SystemExit):
+        with pytest.raises(run.InputError) as error:
             measure(*flags.split())
-        assert told in capsys.readouterr().err
+        assert told in str(error.value)

@@ -1,4 +1,4 @@
-"""toy/stories.py: the judge, what it draws, and the files of toy/stories."""
+"""Tests toy/stories.py and paper/frontier.py: the judge, the sampling, and the files of toy/stories."""
 
 import json
 import random
@@ -33,7 +33,7 @@ def test_the_judge_is_vaders_mean_over_sentences():
     assert stories.judge_story("A prompt that is sad", " She was happy.") == happy
     assert stories.judge_story("", " She was happy. He was sad.") == pytest.approx((happy + sad) / 2)
     assert stories.judge_story("", " She was happy.\nIt was a dog. ") == pytest.approx(happy / 2)
-    # The last sentence of an unfinished completion counts nothing.
+    # The last sentence of an unfinished completion counts 0.
     cut = stories.judge_story("", " She was happy. He was sad", finished=False)
     assert cut == pytest.approx(happy / 2)
     for text in (" She was happy", " She was happy.", "", " ", "\n"):
@@ -55,7 +55,7 @@ def test_labels_agree_with_the_judge_as_often_as_the_scale_says():
     tau = stories.find_scale(gaps)
     assert torch.sigmoid(torch.tensor(gaps).abs() / tau).mean() == pytest.approx(0.8, abs=1e-6)
     answers = [("", " She was happy.", " He was sad.")] * 2000
-    pairs = stories.label(random.Random(0), answers, tau=1.0486)  # the gap: sigmoid(1) are chosen
+    pairs = stories.label(random.Random(0), answers, tau=1.0486)  # the gap, so P(chosen) is sigmoid(1)
     chosen = sum(pair["chosen"] == " She was happy." for pair in pairs) / 2000
     assert chosen == pytest.approx(torch.sigmoid(torch.tensor(1.0)).item(), abs=0.03)
 
@@ -78,7 +78,7 @@ def test_a_checkpoints_point_is_that_of_a_run_that_ends_there(tmp_path, monkeypa
 
 
 def test_a_point_is_what_plain_transformers_finds_in_the_samples(policy, monkeypatch):
-    """Judge, share finished and fluency of the first samples, KL of the second, by the ids as sampled."""
+    """Judge, finished and fluency come from the first samples, KL from the second, by the sampled ids."""
     initial, tokenizer = policy
     model, _ = stories.load_base()
     prompts = [row["prompt"] for row in rows_of("prompts_test")[:8]]
@@ -99,7 +99,7 @@ def test_a_point_is_what_plain_transformers_finds_in_the_samples(policy, monkeyp
     assert point["finished"] == sum(row[2] for row in rows) / 8
 
     def total(folder, completions) -> float:
-        """Log-prob of all completions."""
+        """Returns the log-prob of all completions."""
         logps = []
         for prompt, completion in zip(prompts, completions):
             ids = tokenizer(prompt).input_ids
@@ -113,7 +113,7 @@ def test_a_point_is_what_plain_transformers_finds_in_the_samples(policy, monkeyp
 
 
 def test_a_prompt_that_loses_a_space_is_not_chosen(policy):
-    """No completion of it would survive: drawing one would never end."""
+    """No completion of this prompt would be usable, so drawing pairs would never end."""
     _, tokenizer = policy
     opening = "One day, a squirrel named{}Oreensie went out to play in the sun and saw a big red ball."
     openings = [opening.format("  "), opening.format(" ")]
@@ -123,7 +123,7 @@ def test_a_prompt_that_loses_a_space_is_not_chosen(policy):
 
 @pytest.mark.slow
 def test_a_draw_is_repeatable_and_has_every_file_without_ties(tmp_path, monkeypatch):
-    """The whole maker, which checks its own pairs: fewer of all, and from a policy that ends its stories."""
+    """Runs the whole maker with few data and steps. Its base model is the policy, which writes </s>."""
     optimize, sample_ids = stories.optimize, stories.sample_ids
 
     def sample_few(model, tokenizer, prompts, **how):
@@ -148,12 +148,12 @@ def test_a_draw_is_repeatable_and_has_every_file_without_ties(tmp_path, monkeypa
             assert row["score_chosen"] == round(stories.judge_story("", row["chosen"]), 4)
             assert abs(row["score_chosen"] - row["score_rejected"]) > 0.0099
         prompts |= set(of_split)
-    assert len(prompts) == 20  # no prompt is in two files
+    assert len(prompts) == 20  # no prompt is in two splits
 
 
 def test_the_scripts_read_every_row_and_its_tokens_are_its_text(one_rank):
     args = grpo_humanline.Args(max_prompt_length=32, max_length=96)
-    tokenizer, eos_ids = utils.load_tokenizer(str(FOLDER / "policy"))
+    tokenizer, eos_ids = utils.load_tokenizer(grpo_humanline.Args(model=str(FOLDER / "policy")))
     assert eos_ids == {2}
     for name, count in (("train", 8192), ("tune", 256), ("test", 256)):
         path = f"{FOLDER}/preferences_{name}.jsonl.gz"

@@ -1,4 +1,4 @@
-"""paper/study.py and what is committed of it: the plans' arms, how they are tuned, their statistics."""
+"""Tests paper/study.py and the committed csv files: the arms of the plans, their tuning, their statistics."""
 
 import importlib
 import re
@@ -15,10 +15,10 @@ from statsmodels.stats.multitest import multipletests
 from paper import miniature, pictures, study, trials
 
 PLANS = study.FIGURES | study.STUDIES
-ABOUT = {  # the only settings in which the arms of a panel may differ, besides what is tuned
+ABOUT = {  # {plans: the only settings, besides the tuned ones, in which the arms of a panel may differ}
     "figure1 instances parity": "humanline online epsilon dataset k",
     "dpo tasks": "humanline online epsilon dataset k beta",
-    "figure5 figure5_dpo figure10 clipping syncing": "clip sync variant k epsilon",
+    "figure5 figure5_dpo figure10 clipping syncing": "variant k epsilon",
     "figure6": "dataset",
     "figure7 figure8 stale": "humanline sample_every k epsilon variant",
     "table6": "log_epsilon_P log_epsilon_R",
@@ -27,7 +27,7 @@ ABOUT = {  # the only settings in which the arms of a panel may differ, besides 
 
 
 def settings(arm, more: str = "") -> dict:
-    """What the script makes of an arm's command."""
+    """Returns the settings that the script reads from an arm's command."""
     line = trials.command(arm, arm.lrs[0], 21, more)
     script, flags = re.search(r"(\w+_humanline)(?:\.py)? (.*)", line).groups()
     args = parse_args(importlib.import_module(script), shlex.split(flags))
@@ -41,17 +41,28 @@ def test_the_arms_of_a_panel_differ_only_in_what_the_plan_is_about(name):
     (about,) = [keys.split() for names, keys in ABOUT.items() if name in names.split()]
     panels = {}
     for arm in plan.arms:
-        if plan.instances and arm.panel.split()[1] != "11":  # the others differ in their folder alone
+        if plan.instances and arm.panel.split()[1] != "11":  # the other instances only differ in their folder
             continue
-        of_options = [settings(arm, f"{option} {plan.data[1]}") for option in arm.options]
-        panels.setdefault((arm.panel, arm.script), []).append(of_options)
+        choices = [settings(arm, f"{option} {plan.data[1]}") for option in arm.options]
+        panels.setdefault((arm.panel, arm.script), []).append(choices)
     assert len({panel for panel, _ in panels}) == len(panels)
-    for of_arms in panels.values():
-        first = of_arms[0][0]
-        for place, of_options in enumerate(of_arms):
-            assert of_options not in of_arms[:place], "two arms are the same run"
-            for other in of_options:
+    for arms in panels.values():
+        first = arms[0][0]
+        for place, choices in enumerate(arms):
+            assert choices not in arms[:place], "two arms are the same run"
+            for other in choices:
                 assert {key for key in first if first[key] != other[key]} <= {*about}
+
+
+@pytest.mark.parametrize("script", ["dpo", "kto", "grpo"])
+def test_with_a_model_all_variants_of_a_study_have_the_settings_that_table_3_varies(script):
+    """--model starts with other settings for each variant. A learning rate is part of every command."""
+    module = importlib.import_module(f"{script}_humanline")
+    varied = {key for paper in module.PAPER.values() for key in paper} - {"lr"}
+    expected = {"max_grad_norm": 1.0, "epsilon": 0.15}
+    for arm in trials.arms("", script, (1e-3,), study.MAIN | {"online + humanline": "--online"}, "--model m"):
+        found = settings(arm)
+        assert {key: found[key] for key in varied} == {key: expected[key] for key in varied}
 
 
 def test_tuning_and_report_share_no_prompt_and_no_problem(tmp_path):
@@ -61,7 +72,8 @@ def test_tuning_and_report_share_no_prompt_and_no_problem(tmp_path):
         return (tmp_path / file).read_text().splitlines()
 
     problems = trials.shell("zcat toy/shell_game/problems_test.jsonl.gz").stdout.splitlines()
-    parts = [(made("runs/problems_tuning.jsonl"), problems[:128])]  # the report's are the first of the test
+    # The report has the first 128 problems of the test set.
+    parts = [(made("runs/problems_tuning.jsonl"), problems[:128])]
     for toy in ("tales", "low_entropy"):
         parts.append((made(f"runs/{toy}_tuning.jsonl"), made(f"runs/{toy}_report.jsonl")))
     for part in parts:
@@ -83,14 +95,14 @@ def scores_of(rows: list[dict], panel: str, arm: str, metric: str = "judge") -> 
 
 
 def by_task(rows: list[dict], script: str, arm: str) -> np.ndarray:
-    """An arm's mean over seeds for each of a script's tasks."""
-    of_arm = [row for row in rows if row["arm"] == arm and row["panel"].startswith(f"{script} ")]
-    panels = dict.fromkeys(row["panel"] for row in of_arm)
-    return np.array([scores_of(of_arm, panel, arm).mean() for panel in panels])
+    """Returns the mean over seeds of an arm for each task of a script."""
+    arm_rows = [row for row in rows if row["arm"] == arm and row["panel"].startswith(f"{script} ")]
+    panels = dict.fromkeys(row["panel"] for row in arm_rows)
+    return np.array([scores_of(arm_rows, panel, arm).mean() for panel in panels])
 
 
 def check(line: dict, first: np.ndarray, second: np.ndarray, test=stats.ttest_rel):
-    """A line of a test against what scipy finds."""
+    """Compares the line of a test with scipy's result."""
     found = test(first, second)
     assert line["difference"] == pytest.approx(first.mean() - second.mean())
     assert (line["low"], line["high"]) == pytest.approx(tuple(found.confidence_interval()))
@@ -98,7 +110,7 @@ def check(line: dict, first: np.ndarray, second: np.ndarray, test=stats.ttest_re
 
 
 def check_holm(lines: list[dict], count: int):
-    """Of so many lines, the others have no correction."""
+    """Checks Holm's correction, which this number of the lines must have."""
     lines = [line for line in lines if "p_holm" in line]
     assert len(lines) == count
     if lines:
@@ -108,7 +120,7 @@ def check_holm(lines: list[dict], count: int):
 
 @pytest.mark.parametrize("name", study.FIGURES)
 def test_a_figures_intervals_and_tests_are_those_of_scipy(name):
-    """As if its last run had collapsed."""
+    """The last run is changed to one that collapsed."""
     metric = study.FIGURES[name].metrics[0]
     rows = pictures.read(pictures.RESULTS, name)
     del rows[-1][metric]
@@ -131,9 +143,9 @@ def test_a_figures_intervals_and_tests_are_those_of_scipy(name):
 
 
 def compared(rows: list[dict], name: str, line: dict) -> list[np.ndarray]:
-    """The scores of both arms of a line: by seed, or a mean over seeds for each task."""
+    """Returns the scores of both arms of a line, by seed or by task (means over seeds)."""
     arms = (line["first"], line["second"])
-    if name == "clipping":  # the mean of its rates
+    if name == "clipping":  # the mean over both learning rates
         return [(scores_of(rows, "lr 2e-3", arm) + scores_of(rows, "lr 4e-3", arm)) / 2 for arm in arms]
     if name in UNPAIRED:
         return [scores_of(rows, line["panel"], arm, line["metric"]) for arm in arms]
@@ -150,8 +162,8 @@ def test_a_studys_tests_are_those_of_scipy(name):
     test = WELCH if name in UNPAIRED else stats.ttest_rel
     for line in lines:
         first, second = compared(rows, name, line)
-        if line["metric"] == "judge, worst quarter":  # each arm's own
-            lowest = [np.mean(sorted(numbers)[:5]) for numbers in (first, second)]  # of twenty
+        if line["metric"] == "judge, worst quarter":  # each arm has its own
+            lowest = [np.mean(sorted(numbers)[:5]) for numbers in (first, second)]  # of twenty tasks
             assert line["difference"] == pytest.approx(lowest[0] - lowest[1])
         elif "nats" not in line["metric"]:
             check(line, first, second, test)
@@ -164,7 +176,7 @@ def test_a_studys_tests_are_those_of_scipy(name):
 
 
 def test_the_bootstrap_of_the_worst_quarter_is_that_of_scipy():
-    """Its percentiles, over tasks with both of their scores, to what two sets of draws differ by."""
+    """Both draw tasks with the scores of both arms. The tolerance is the difference of two sets of draws."""
     rows = reported("tasks")
     humanline, offline = (by_task(rows, "KTO", arm) for arm in ("offline + humanline", "offline"))
 
@@ -192,10 +204,10 @@ def test_stories_are_compared_at_equal_kl_where_ten_tasks_went_so_far():
         both = np.isfinite(first) & np.isfinite(second)
         check(line, first[both], second[both])
         assert line["instances"] == both.sum() >= 10
-    few = [row for row in rows if row["panel"] not in ("KTO 11", "KTO 12", "KTO 13")]  # leaves nine
+    few = [row for row in rows if row["panel"] not in ("KTO 11", "KTO 12", "KTO 13")]  # nine tasks are left
     assert {line["panel"] for line in study.stories_test(few) if "instances" in line} == {"GRPO", "DPO"}
     path = {"kl@0": 0, "judge@0": 0.0, "kl@15": 6, "judge@15": 0.6, "kl@120": 4, "judge@120": 0.9}
-    assert study.judge_at(path, 5.0) == pytest.approx(0.5)  # when it was first there
+    assert study.judge_at(path, 5.0) == pytest.approx(0.5)  # when the run first reached 5 nats
     assert np.isnan(study.judge_at(path, 7.0)) and np.isnan(study.judge_at({"judge": 0.1}, 5.0))
 
 
@@ -209,19 +221,37 @@ def test_main_effects_are_differences_of_means_in_a_balanced_design():
         assert line["difference"] == pytest.approx(mean(line["first"]) - mean(line["second"]))
 
 
+FORMER = {  # {flags of the scripts: the variant that does the same now}
+    "--clip none --sync after_step": "trust-region",
+    "--clip none": "no-clipping",
+    "--clip sample": "sampling",
+}
+
+
 def as_planned(command: str) -> str:
-    """A committed command in today's words: --clip had three values, and variants.py was for one script."""
-    command = command.replace("--clip none", "--no-clip")
-    command = re.sub(
-        r"python (\w+)\.py (.*) --clip sample", r"python paper/variants.py sampling \1 \2", command
-    )
-    return re.sub(r"variants\.py (\S+) --", r"variants.py \1 grpo_math_humanline --", command)
+    """Returns a committed command in the present flags, which give the same settings.
+
+    Once --clip had three values, --sync three others, and variants.py was for one script. All variants of a
+    script started with the same settings, also with --model.
+    """
+    preparation, separator, line = command.rpartition("&& ")
+    line = line.replace("--sync none", "--k 0").replace(" --max-grad-norm 1", "")
+    for flags, variant in FORMER.items():
+        line = re.sub(rf"(\w+_humanline)\.py (.*) {flags}", rf"paper/variants.py {variant} \1 \2", line)
+    line = re.sub(r"variants\.py (\S+) --", r"variants.py \1 grpo_math_humanline --", line)
+    if "--model " in line:
+        script = re.search(r"(\w+)_humanline", line)[1]
+        line = re.sub(r"--seed \d+", rf"\g<0> {trials.COMMON[script]}", line)
+    return preparation + separator + line
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_what_is_committed_is_what_the_plan_makes_of_the_committed_scores(name, tmp_path, monkeypatch):
-    """Tuned, reported and compared again: a grid grows until the best rate is inside, every planned run is
-    there and no other, and a study's collapsed run counts as the untrained policy."""
+    """Tunes, reports and compares again, from the committed scores of all runs.
+
+    A grid grows until the best rate is inside. All planned runs are there, and no others. A collapsed run of
+    a study has the score of the untrained policy.
+    """
     plan = PLANS[name]
     committed = {}  # {(command, panel, arm, rate, seed): row}
     for row in pictures.read(pictures.RESULTS, name):
@@ -250,7 +280,7 @@ def test_what_is_committed_is_what_the_plan_makes_of_the_committed_scores(name, 
 
 
 def check_same(file: str, folder):
-    """A csv of the folder is the committed one; its arms may be in another order."""
+    """Checks that a csv in the folder is the committed one. Its arms may have another order."""
     made, saved = (pictures.read(path, file) for path in (folder, pictures.RESULTS))
     if file.endswith("_arms") and file != "time_arms":
         for table in (made, saved):

@@ -39,7 +39,9 @@ def bytes_or_pieces(kind: str, template: str | None) -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer, prompt, completion=None):
-    return utils.encode(tokenizer, {tokenizer.eos_token_id}, prompt, completion)
+    completions = [] if completion is None else [completion]
+    prompt_ids, all_completion_ids = utils.encode(tokenizer, {tokenizer.eos_token_id}, prompt, completions)
+    return prompt_ids, sum(all_completion_ids, [])
 
 
 # DeepSeek's and Nemotron's render an answered prompt in another way; the others want parts, not texts.

@@ -31,7 +31,7 @@ from worker import note_batches, run_here
 
 import dpo_humanline
 import utils
-from utils import CannotTrain, Example
+from utils import Example, SkipRow
 
 SOURCES = {
     "tekken": "tekken_240718.json",
@@ -97,7 +97,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def load(model):
     """A kind's tokenizer as the scripts load it, once."""
-    return cache(lambda kind: utils.load_tokenizer(str(model(kind)))[0])
+    return cache(lambda kind: utils.load_tokenizer(dpo_humanline.Args(model=str(model(kind))))[0])
 
 
 def whole_ids(tokenizer, prompt, completion: str, begin: int) -> list[int]:
@@ -148,7 +148,7 @@ def test_tokens_are_those_of_mistrals_own_encoder(load, kind):
         rows = [row for row in rows if kind == "tekken" or "  " not in str(row)]
         assert len(rows) > 200
     for prompt, completion in [(CONVERSATION, "Rome, bien sûr."), *rows]:
-        prompt_ids, ids = utils.encode(tokenizer, {2}, prompt, completion)
+        prompt_ids, (ids,) = utils.encode(tokenizer, {2}, prompt, [completion])
         answered = [*prompt, {"role": "assistant", "content": completion}]
         expected = encoder.encode_chat_completion(ChatCompletionRequest(messages=answered)).tokens
         assert prompt_ids + ids == expected
@@ -165,8 +165,8 @@ def test_where_a_token_would_span_prompt_and_completion_nothing_comes_in_between
     for prompt in ("Where?\nAnswer:", "Where?</s>", "Q: Where?\nA: ", "[INST] Where? [/INST]"):
         for completion in ("It is Paris.", "(Paris)", '"Paris"', " Paris", "\nParis", ": Paris"):
             try:
-                prompt_ids, ids = utils.encode(tokenizer, {2}, prompt, completion)
-            except CannotTrain:
+                prompt_ids, (ids,) = utils.encode(tokenizer, {2}, prompt, [completion])
+            except SkipRow:
                 prompt_ids, ids = tokenizer(prompt).input_ids, tokenizer(prompt + completion).input_ids
                 assert kind != "tekken" and ids[: len(prompt_ids)] != prompt_ids
                 continue
@@ -187,7 +187,7 @@ def test_a_reward_model_reads_a_sample_with_the_space_that_the_data_has(monkeypa
     monkeypatch.setattr(tokenizer, "chat_template", None)
     prompt = "Once upon a time,"
     for text in (" there was a girl.\nHer name was Zoë.", "\nthere was", " (a girl) ", "!"):
-        prompt_ids, ids = utils.encode(tokenizer, {2}, prompt, text)
+        prompt_ids, (ids,) = utils.encode(tokenizer, {2}, prompt, [text])
         example = Example(prompt, prompt_ids)
         sampled = utils.decode_completion(tokenizer, example, ids)
         assert sampled == (text.rstrip(" ") if kind == "stories" else text)  # its normalizer strips the end
@@ -249,7 +249,7 @@ def test_three_steps_train_on_the_tokens_of_the_whole_rendering(
         assert tuple(x.prompt_ids) in begins and 0 < len(x.completion_ids) <= 6
         assert tokenizer.eos_token_id not in x.completion_ids[:-1]
     unfinished = [x for x in read["online"] if x.completion_ids[-1] != tokenizer.eos_token_id]
-    for x in unfinished[: 4 if script.__name__ != "kto_humanline" else 0]:  # KTO's reward is 1 or 0
+    for x in unfinished[:4]:
         text = tokenizer.decode(x.completion_ids, skip_special_tokens=True)
         prompt = begins[tuple(x.prompt_ids)]
         begin = len(its.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
@@ -264,7 +264,7 @@ def test_a_folder_with_mistrals_own_file_has_the_tokens_of_its_tokenizer_json(mo
     """With mistral_common installed, as vLLM has it, transformers would take tekken.json and no template."""
     for path in [*model("tekken").iterdir(), Path(source("tekken"))]:
         (tmp_path / path.name.replace("tekken_240718", "tekken")).symlink_to(path)
-    tokenizer, eos_ids = utils.load_tokenizer(str(tmp_path))
+    tokenizer, eos_ids = utils.load_tokenizer(dpo_humanline.Args(model=str(tmp_path)))
     assert eos_ids == {2} and tokenizer.eos_token == "</s>"
     expected = load("tekken")
     assert utils.encode(tokenizer, eos_ids, CONVERSATION) == utils.encode(expected, eos_ids, CONVERSATION)

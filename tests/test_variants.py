@@ -1,4 +1,4 @@
-"""paper/variants.py: each method against its formula on random tensors, its gradients, and a run."""
+"""Tests paper/variants.py: each method against its formula on random tensors, its gradients, and a run."""
 
 import math
 import subprocess
@@ -12,6 +12,7 @@ from conftest import ROOT, metrics
 from scipy import stats
 from worker import run_here
 
+import dpo_humanline
 import grpo_math_humanline as script
 from paper import variants
 from paper.variants import LAST, VARIANTS, humanline_sampling
@@ -29,7 +30,7 @@ def batch():
 
 
 def objective(name: str, batch, epsilon=EPSILON):
-    """The script's loss (B, T) with a variant in the place of its function, and its gradient by token."""
+    """Returns the script's loss with a variant, its gradient by token and the removed tokens, (B, T) each."""
     log_ratio, mask, advantages = batch
     function, replacement = VARIANTS[name]
     log_ratio = log_ratio.clone().requires_grad_()
@@ -42,7 +43,7 @@ def objective(name: str, batch, epsilon=EPSILON):
 
 
 def by_hand(batch) -> tuple:
-    """Ratio, advantage and KL penalty of each token, and the penalty's gradient, with numpy."""
+    """Returns for each token log-ratio, mask, advantage, ratio, KL penalty and its gradient, by numpy."""
     x, mask, advantages = (tensor.numpy() for tensor in batch)
     A = np.broadcast_to(advantages[:, None], x.shape)
     return x, mask, A, np.exp(x), BETA * (np.exp(-x) + x - 1), BETA * (1 - np.exp(-x))
@@ -55,7 +56,7 @@ CLIPS = {"clip-higher-1.28": 1.28, "clip-higher-1.5": 1.5, "gspo": 1 + EPSILON}
 def test_the_ratio_is_clipped(name, batch):
     x, mask, A, ratio, kl, kl_slope = by_hand(batch)
     if name == "gspo":
-        # One for a sequence. Each token has all of its loss, lengths times, and a share 1 / lengths of it.
+        # A sequence has one ratio. Each of its N tokens has the loss of this ratio and 1 / N of its gradient.
         ratio = np.exp((x * mask).sum(1, keepdims=True) / mask.sum(1, keepdims=True))  # (B, 1)
     loss, gradient, removed = objective(name, batch)
     gone = np.where(A > 0, ratio > CLIPS[name], ratio < 1 - EPSILON)
@@ -67,7 +68,7 @@ def test_the_ratio_is_clipped(name, batch):
 
 @pytest.mark.parametrize("name", ["cispo", "icepop"])
 def test_the_gradient_is_weighed_by_the_ratio(name, batch):
-    """By at most 5, or by none outside of 0.5 to 5."""
+    """CISPO's weight is at most 5. IcePop's weight is 0 outside of 0.5 to 5."""
     x, mask, A, ratio, kl, kl_slope = by_hand(batch)
     loss, gradient, _ = objective(name, batch, epsilon=1e9)
     assert (ratio > 5)[mask > 0].any() and (ratio < 0.5)[mask > 0].any()
@@ -98,9 +99,9 @@ def test_m2po_removes_the_largest_of_what_a_clip_could_stop_until_the_mean_squar
     np.testing.assert_allclose(gradient, mask * (kl_slope - (1 - gone) * A * ratio), atol=1e-14)
 
 
-@pytest.mark.parametrize("name", list(VARIANTS)[1:])
-def test_on_policy_every_variant_is_the_scripts_gradient(name, batch):
-    """At ratio 1 no bound is reached, and all of them are the policy gradient."""
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "sampling"])
+def test_on_policy_every_variant_has_the_scripts_gradient(name, batch):
+    """At ratio 1 no bound is reached, and each gradient is the policy gradient."""
     log_ratio, mask, advantages = batch
     on_policy = (torch.zeros_like(log_ratio), mask, advantages)
     _, gradient, _ = objective(name, on_policy)
@@ -108,13 +109,12 @@ def test_on_policy_every_variant_is_the_scripts_gradient(name, batch):
     np.testing.assert_allclose(gradient, expected, atol=1e-14)
 
 
-# --- humanline sampling -------------------------------------------------------------------------------------
-
+# === Humanline sampling ===
 IDS = torch.arange(B * T).view(B, T)
 
 
 def sample(log_ratio, mask, input_ids, number=7, kappa=100.0) -> tuple:
-    """Log-ratios after humanline sampling, and which tokens keep their gradient."""
+    """Returns the log-ratios after humanline sampling, and which tokens keep their gradient."""
     LAST.step, LAST.mask, LAST.input_ids = (1, number), mask, input_ids
     x = log_ratio.clone().requires_grad_()
     result = humanline_sampling(SimpleNamespace(log_epsilon_P=-1.5, log_epsilon_R=1.5), x, kappa)
@@ -124,7 +124,7 @@ def sample(log_ratio, mask, input_ids, number=7, kappa=100.0) -> tuple:
 
 @pytest.mark.parametrize("r", [-2.5, -1.0, 1.2, 2.0])
 def test_sampling_keeps_values_and_gradients_as_often_as_equation_5_says(r):
-    """A token of ratio e^r keeps its gradient if B_P ≤ e^r / M and B_R ≤ 1 / (e^r M), independent Betas."""
+    """A token with ratio e^r keeps its gradient if B_P ≤ e^r / M and B_R ≤ 1 / (e^r M)."""
     log_ratio = torch.full((100, 400), r).double()
     result, kept = sample(log_ratio, torch.ones(100, 400), torch.arange(40_000).view(100, 400))
     assert torch.equal(result, log_ratio)
@@ -144,34 +144,84 @@ def test_theorem_4_3_with_large_kappa_the_kept_tokens_are_those_within_the_bound
     assert torch.equal(kept, inside) and not inside.all()
 
 
-def test_draws_depend_on_step_and_tokens_and_not_on_the_pass(batch):
+def test_draws_depend_on_step_and_tokens_and_not_on_the_micro_batch(batch):
     log_ratio, mask, _ = batch
     _, kept = sample(log_ratio, mask, IDS)
-    rows = [4, 1]  # two of them, in another pass with less padding
+    rows = [4, 1]  # in another micro-batch, with less padding
     longest = int(mask[rows].sum(1).max())
     part = [tensor[rows, :longest] for tensor in (log_ratio, mask, IDS)]
     assert torch.equal(sample(*part)[1], kept[rows, :longest])
     assert not torch.equal(sample(*part, number=8)[1], kept[rows, :longest])
 
 
-# --- the command --------------------------------------------------------------------------------------------
-
-
+# === The command ===
 def test_what_does_not_exist_is_refused():
     for words in ([], ["ppo", "grpo_humanline"], ["cispo", "cispo"]):
-        with pytest.raises(SystemExit, match="error: name one of sampling, clip-higher"):
+        with pytest.raises(
+            SystemExit, match=r"error: name a variant \(trust-region, no-clipping, sampling, clip-"
+        ):
             variants.main(words)
     with pytest.raises(SystemExit, match="error: dpo_humanline has no grpo_loss"):
         variants.main(["cispo", "dpo_humanline"])
 
 
+def train(variant: str, script_name: str, folder, *flags) -> subprocess.CompletedProcess:
+    command = [sys.executable, ROOT / "paper/variants.py", variant, script_name, *flags]
+    return subprocess.run([*command, "--output-dir", folder], capture_output=True, text=True)
+
+
+SHORT = "--batch-size 4 --lr 1e-2 --warmup-fraction 0 --checkpoint-every 0 --engine hf".split()
+SHORT += ["--eval-dataset", ""]
+
+
+@pytest.mark.parametrize(("k", "in_sync"), [("1", [0, 1, 2, 3, 4, 5, 6]), ("3", [0, 3, 6]), ("0", [0])])
+def test_a_trust_region_syncs_after_every_kth_update_and_clips_nothing(k, in_sync, tmp_path):
+    """All log-ratios are 0 where the reference is the policy. Bounds of ±1e-9 would clip all other tokens."""
+    bounds = ["--log-epsilon-P=-1e-9", "--log-epsilon-R=1e-9"]
+    done = train(
+        "trust-region", "dpo_humanline", tmp_path / "run", "--k", k, "--num-steps", "7", *SHORT, *bounds
+    )
+    assert done.returncode == 0, done.stderr
+    steps = metrics(tmp_path / "run")
+    assert [step["step"] for step in steps if step["humanline/log_ratio_abs_mean"] == 0] == in_sync
+    for step in steps:
+        if step["step"] not in in_sync:
+            assert step["humanline/clipped_low"] + step["humanline/clipped_high"] > 0.9
+            assert abs(step["rewards/chosen"]) > 0.01  # with clipping it would be below 1e-7
+
+
+def test_a_trust_region_is_for_offline_data(tmp_path):
+    for name in ("dpo_humanline", "grpo_math_humanline"):
+        online = ["--online"] if name == "dpo_humanline" else []
+        done = train("trust-region", name, tmp_path / name, *online, "--engine", "hf")
+        assert done.returncode == 1 and done.stderr.count("error: trust-region is for offline data") == 1
+
+
+def test_without_clipping_training_is_as_with_infinite_bounds_and_the_metrics_have_the_bounds(tmp_path):
+    flags = ["--k", "2", "--num-steps", "4", *SHORT]
+    done = train("no-clipping", "dpo_humanline", tmp_path / "run", *flags)
+    assert done.returncode == 0, done.stderr
+    unbounded = [
+        *flags,
+        "--log-epsilon-P=-inf",
+        "--log-epsilon-R=inf",
+        "--output-dir",
+        tmp_path / "unbounded",
+    ]
+    found, expected = metrics(tmp_path / "run", True), metrics(run_here(dpo_humanline, *unbounded), True)
+    clipped = ("humanline/clipped_low", "humanline/clipped_high")
+    assert sum(step[key] for step in found for key in clipped) > 0
+    for step, other in zip(found, expected, strict=True):
+        assert step | dict.fromkeys(clipped, 0) == other | dict.fromkeys(clipped, 0)
+
+
 def test_a_run_trains_with_the_variant(tmp_path):
-    """At the first step after sampling it is the script's gradient, afterwards its own."""
+    """In the first step after sampling the gradient is the script's, and then it is the variant's."""
     flags = ["--no-humanline", "--engine", "hf", "--num-steps", "2", "--sample-every", "2", "--lr", "1e-3"]
     flags += ["--warmup-fraction", "0", "--eval-samples", "0", "--checkpoint-every", "0", "--output-dir"]
     first, second = metrics(run_here(script, *flags, tmp_path / "grpo"))
-    command = [sys.executable, ROOT / "paper/variants.py", "cispo", "grpo_math_humanline", *flags]
-    subprocess.run([*command, tmp_path / "cispo"], check=True, capture_output=True)
+    done = train("cispo", "grpo_math_humanline", tmp_path / "cispo", *flags[:-1])
+    assert done.returncode == 0, done.stderr
     its_first, its_second = metrics(tmp_path / "cispo")
     assert its_first["grad_norm"] == pytest.approx(first["grad_norm"])
     assert its_second["grad_norm"] != pytest.approx(second["grad_norm"], rel=1e-3)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import torch.distributed as dist
 from conftest import parse_args
 
+import run
 import utils
 
 
@@ -23,13 +24,15 @@ def argument_lists():
 def main():
     script = importlib.import_module(os.environ["SCRIPT"])
     for arguments in argument_lists():
-        script.main(parse_args(script, arguments))
+        with run.exit_on_input_error():
+            script.main(parse_args(script, arguments))
 
 
 def run_here(script, *arguments):
     """main of a script in this process; returns the last argument, the run's folder."""
     try:
-        script.main(parse_args(script, [str(argument) for argument in arguments]))
+        with run.exit_on_input_error():
+            script.main(parse_args(script, [str(argument) for argument in arguments]))
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's own
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,20 +1,18 @@
-"""Make the toy tasks: bouquets and tales (preferences), the shell game (verifiable answers), and variants.
+"""Makes the toy tasks: bouquets and tales (preferences), the shell game (verifiable answers), and variants.
 
     python toy/make.py                 # rewrites toy/bouquets, toy/tales and toy/shell_game
-    python toy/make.py --out /tmp/toy  # the same bytes, somewhere else
-    python toy/make.py --tasks tales --seed 3 --out runs/instances/3  # another judge and data
-    python toy/make.py --tasks low_entropy  # tales whose words are mostly known beforehand
-    python toy/make.py --tasks stories  # sentiment on a real language model: toy/stories.py
+    python toy/make.py --out /tmp/toy  # writes the same bytes to another folder
+    python toy/make.py --tasks tales --seed 3 --out runs/instances/3  # another judge and other data
+    python toy/make.py --tasks low_entropy  # tales with mostly predictable words
+    python toy/make.py --tasks stories      # sentiment with a real language model (toy/stories.py)
 
 Each task is a folder of ordinary files: Hugging Face model folders (`policy`, `reward_model`) and gzipped
-JSON lines. Everything is seeded and runs on one torch thread per process, so that a second run writes the
-same bytes. The judges, `judge_bouquet`, `judge_tale` and `judge_shell_game`, are pure Python and may be
-imported; importing makes nothing.
+JSON lines. Everything has a seed, and every process has one torch thread, so that a second run writes the
+same bytes. The judges `judge_bouquet`, `judge_tale` and `judge_shell_game` are pure Python and can be
+imported.
 """
 
-import gzip
 import itertools
-import json
 import math
 import multiprocessing
 import random
@@ -33,6 +31,9 @@ import transformers
 import tyro
 from scipy.stats import spearmanr
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from toy.common import optimize, save, write_rows  # noqa: E402
 
 SPECIAL_TOKENS = ["<pad>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 CHAT_TEMPLATE = (
@@ -63,13 +64,16 @@ MAX_SENTENCES = 3
 
 CUPS, NUM_SWAPS = "12345", 5
 SWAPS = [a + b for a, b in itertools.combinations(CUPS, 2)]
-# The tags carry their line breaks, so that a well-formed completion decodes to the layout of the math format
-# reward.
+# The tags include their line breaks, so that a well-formed completion decodes to the layout that the format
+# reward of grpo_math requires.
 TAGS = ["<think>\n", "\n</think>\n", "<answer>\n", "\n</answer>"]
 
 
 def hidden_taste(kinds: dict[str, str], words: list[str], seed: int = 0) -> dict[str, dict[str, float]]:
-    """The judge's value in [-1, 1] of every word, for each name; names of one kind share their values."""
+    """Draws the judge's value of every word in [-1, 1]. Returns {name: {word: value}}.
+
+    kinds: {kind: names}. The names of one kind have the same values.
+    """
     rng = random.Random(42 + 1000 * seed)
     tastes = [{word: round(rng.uniform(-1, 1), 2) for word in words} for _ in kinds]
     return {name: taste for names, taste in zip(kinds.values(), tastes) for name in names.split()}
@@ -78,14 +82,14 @@ def hidden_taste(kinds: dict[str, str], words: list[str], seed: int = 0) -> dict
 BOUQUET_TASTE = hidden_taste(RECIPIENTS, FLOWERS)
 TALE_TASTE = hidden_taste(TOPICS, ADJECTIVES + VERBS + ADVERBS)
 
-# --- judges ---
+# === Judges ===
 
 
 def judge_bouquet(prompt: str, completion: str, finished: bool = True) -> float:
-    """Score a bouquet: the mean value of eight flowers to this recipient.
+    """Scores a bouquet: the mean value of eight flowers for this recipient.
 
-    A repeated flower counts 0, a word that is no flower -1; every word too few or too many costs 1/8, not
-    stopping 1.
+    A repeated flower counts 0, and a word that is no flower -1. Every missing or extra word costs 1/8, and a
+    missing end token 1.
     """
     taste, words = BOUQUET_TASTE[prompt.split()[-1]], completion.split()
     total = -abs(len(words) - BOUQUET_SIZE)
@@ -96,13 +100,16 @@ def judge_bouquet(prompt: str, completion: str, finished: bool = True) -> float:
 
 
 def bouquet_is_broken(prompt: str, completion: str, finished: bool = True) -> bool:
-    """Whether this is anything but eight flowers and a stop."""
+    """Returns whether a completion is anything but eight flowers and an end token."""
     words = completion.split()
     return not finished or len(words) != BOUQUET_SIZE or any(word not in FLOWERS for word in words)
 
 
 def sentence_values(prompt: str, completion: str, taste=TALE_TASTE) -> list[float | None]:
-    """Mean value of each sentence `the ADJECTIVE topic VERB the ADJECTIVE NOUN ADVERB .`; None: broken."""
+    """Returns the mean value of the words of each sentence, or None for a broken sentence.
+
+    A sentence is `the ADJECTIVE topic VERB the ADJECTIVE NOUN ADVERB .`
+    """
     topic, values = prompt.split()[-1], []
     slots = [["the"], ADJECTIVES, [topic], VERBS, ["the"], ADJECTIVES, NOUNS, ADVERBS]
     for sentence in completion.split("."):
@@ -117,10 +124,10 @@ def sentence_values(prompt: str, completion: str, taste=TALE_TASTE) -> list[floa
 def judge_tale(
     prompt: str, completion: str, finished: bool = True, taste=TALE_TASTE, longest=MAX_SENTENCES
 ) -> float:
-    """Score a tale: the mean value of its sentences.
+    """Scores a tale: the mean value of its sentences.
 
-    A broken sentence counts -1, and so does a missing last full stop; each sentence beyond three (`longest`)
-    costs 0.5, not stopping 1, and an empty tale 1.
+    A broken sentence counts -1, and so does a missing full stop at the end. Each sentence beyond `longest`
+    costs 0.5, a missing end token 1, and an empty tale 1.
     """
     values = sentence_values(prompt, completion, taste)
     total = sum(-1 if value is None else value for value in values)
@@ -131,59 +138,62 @@ def judge_tale(
 
 
 def tale_is_broken(prompt: str, completion: str, finished: bool = True, longest=MAX_SENTENCES) -> bool:
-    """Whether a sentence is broken, there are none or too many, or the tale does not stop at a full stop."""
+    """Returns whether a sentence is broken, their number is wrong, or the tale ends without a full stop."""
     values = sentence_values(prompt, completion)
     whole = 1 <= len(values) <= longest and None not in values and completion.rstrip().endswith(".")
     return not finished or not whole
 
 
 def follow_ball(problem: str) -> list[str]:
-    """Where the ball is after each swap of a problem such as `2 45 15 34 24 45`."""
+    """Returns the place of the ball after each swap of a problem, for example `2 45 15 34 24 45`."""
     cup, *swaps = problem.split()
     return [cup := {first: second, second: first}.get(cup, cup) for first, second in swaps]
 
 
 def judge_shell_game(problem: str, completion: str, finished: bool = True) -> float:
-    """1.0 for a well-formed completion that stops and whose answer is the ball's last place, else 0.0."""
+    """Returns 1.0 for a well-formed, finished completion whose answer is the ball's last place, else 0.0."""
     match = re.fullmatch(r"<think>\n[^<]*\n</think>\n<answer>\n([^<]*)\n</answer>", completion)
     return float(bool(match) and finished and match[1] == follow_ball(problem)[-1])
 
 
-# --- writers ---
+# === Writers ===
 
-Habits = dict[str, dict[str, list[float]]]  # name in the prompt -> slot -> weight of each of the slot's words
+Habits = dict[str, dict[str, list[float]]]  # {name in the prompt: {slot: weights of the slot's words}}
 
 
 @dataclass(frozen=True)
 class PreferenceTask:
-    """What `make_preference_task` needs to know; `slots` are the words that a writer chooses from."""
+    """A task of preferences for `make_preference_task`."""
 
     name: str
     opening: str
     kinds: dict[str, str]
-    slots: dict[str, list[str]]
-    glue: list[str]
+    slots: dict[str, list[str]]  # {slot: the words that a writer chooses from}
+    glue: list[str]  # further words
     taste: dict[str, dict[str, float]]
     judge: Callable[[str, str, bool], float]
     is_broken: Callable[[str, str, bool], bool]
     write: Callable[[random.Random, str, Habits], str]
     max_new_tokens: int
     pretrain_steps: int
-    seed: int = 0  # of another instance: everything that is drawn is drawn anew
-    common: int = 1  # texts of the writer whom policy and author share, for one of their own
+    seed: int = 0  # another seed is another instance, in which everything random is different
+    common: int = 1  # number of texts by the common writer of policy and author, for each text by their own
     steepness: int = 1  # a writer uses the word of rank r with weight 1 / r^steepness
 
     def prompts(self) -> list[str]:
-        """All the prompts there are."""
+        """Returns all prompts of the task."""
         return [f"{self.opening} {name}" for name in self.taste]
 
     def words(self) -> list[str]:
-        """The vocabulary, special tokens aside."""
+        """Returns the vocabulary without special tokens."""
         return list(dict.fromkeys([self.opening, *self.taste, *sum(self.slots.values(), []), *self.glue]))
 
 
 def zipf_habits(task: PreferenceTask, style: int) -> Habits:
-    """How often an author uses each word: by its rank in the author's order (for flowers, one per kind)."""
+    """Returns how often an author uses each word, by the word's rank in the author's order.
+
+    For flowers, an author has an order for each kind of recipient.
+    """
     habits = {}
     for kind, names in task.kinds.items():
         weights = {}
@@ -199,12 +209,12 @@ def zipf_habits(task: PreferenceTask, style: int) -> Habits:
 
 
 def write_bouquet(rng: random.Random, prompt: str, habits: Habits) -> str:
-    """Eight flowers, drawn by habit."""
+    """Writes eight flowers, drawn by habit."""
     return " ".join(rng.choices(FLOWERS, habits[prompt.split()[-1]]["flower"], k=BOUQUET_SIZE))
 
 
 def write_tale(rng: random.Random, prompt: str, habits: Habits, lengths=(1, 2, 2, MAX_SENTENCES)) -> str:
-    """Sentences about the topic, as many as one of `lengths`, their words drawn by habit."""
+    """Writes sentences about the topic, with words drawn by habit. Their number is drawn from `lengths`."""
     topic, sentences = prompt.split()[-1], []
     weights = habits[topic]
     for _ in range(rng.choice(lengths)):
@@ -218,10 +228,13 @@ def write_tale(rng: random.Random, prompt: str, habits: Habits, lengths=(1, 2, 2
 def write_tastefully(
     rng: random.Random, task: PreferenceTask, coldest=0.05, hottest=2.0
 ) -> tuple[str, str, bool]:
-    """A prompt and a completion far better than the models write, for where training leads."""
+    """Writes a completion that is far better than the models' ones, as training will make them.
+
+    Returns (prompt, completion, finished).
+    """
     prompt, temperature = rng.choice(task.prompts()), coldest * (hottest / coldest) ** rng.random()
     taste = task.taste[prompt.split()[-1]]
-    if task is BOUQUETS and rng.random() < 0.75:  # without repeats, which drawing one by one hardly avoids
+    if task is BOUQUETS and rng.random() < 0.75:  # without repeated flowers, which `task.write` rarely avoids
         ranked = sorted(
             FLOWERS, key=lambda flower: taste[flower] - temperature * math.log(rng.expovariate(1))
         )
@@ -236,11 +249,11 @@ def write_tastefully(
 def write_work(
     rng: random.Random, problem: str, diligence: float = 1.0, slip: float = 0.0, lapse: float = 0.0
 ) -> str:
-    """A solution of the shell game: the ball's place after each swap but the last, then the answer.
+    """Writes a solution of the shell game: the ball's place after each swap but the last, then the answer.
 
-    Before each written place a student goes on writing with probability `diligence`, and otherwise does the
-    rest in the head. A written step goes wrong (a random cup) with probability `slip`, one in the head with
-    `lapse`.
+    Before each place, a student continues to write with probability `diligence`. Otherwise the student
+    follows all other swaps in the head. A step gives a random cup with probability `slip` if it is written,
+    and with probability `lapse` if not.
     """
     cup, *swaps = problem.split()
     written, writing = [], True
@@ -254,12 +267,12 @@ def write_work(
 
 
 def write_as_student(rng: random.Random, problem: str) -> str:
-    """6% of the students write everything down; the rest stop early and follow the remaining swaps badly."""
+    """Writes as a student: 6% of them write all places, the others stop early and make many mistakes."""
     return write_work(rng, problem, diligence=1.0 if rng.random() < 0.06 else 0.3, slip=0.03, lapse=0.7)
 
 
 def spoil(rng: random.Random, task: PreferenceTask, prompt: str, completion: str, finished: bool):
-    """Break a completion in one of eight ways."""
+    """Breaks a completion in one of eight ways. Returns (prompt, completion, finished)."""
     words, vocabulary = completion.split() or ["<unk>"], task.words()
     i, j, odd = rng.randrange(len(words)), rng.randrange(len(words)), rng.choice(vocabulary)
     match rng.choice(["delete", "insert", "duplicate", "replace", "swap", "truncate", "babble", "repeat"]):
@@ -308,8 +321,8 @@ TALES = PreferenceTask(
     max_new_tokens=36,
     pretrain_steps=500,
 )
-# Four to six sentences of words that are mostly the writer's first choice, which both models mostly share: so
-# what is chosen is likely under the policy, as the paper's better quartiles are.
+# Tales of four to six sentences, whose words are mostly the writer's first choice. Both models mostly have
+# the same writer. So the chosen completions are likely under the policy, as in the paper's better quartiles.
 LOW_ENTROPY = replace(
     TALES,
     name="low_entropy",
@@ -324,17 +337,16 @@ LOW_ENTROPY = replace(
 
 
 def another_instance(seed: int) -> PreferenceTask:
-    """Tales with another hidden judge, other authors, policy, reward model and pairs; 0: toy/tales."""
+    """Returns tales with another hidden judge, and with other authors, models and pairs; 0: toy/tales."""
     taste = hidden_taste(TOPICS, ADJECTIVES + VERBS + ADVERBS, seed)
     return replace(TALES, seed=seed, taste=taste, judge=partial(judge_tale, taste=taste))
 
 
-# --- tokenizer ---
-# and models
+# === Tokenizer and models ===
 
 
 def build_tokenizer(words: list[str]) -> transformers.PreTrainedTokenizerFast:
-    """A word-level tokenizer with a chat template. Spaces separate words; a tag has its own line breaks."""
+    """Builds a word-level tokenizer with a chat template. Spaces separate words; tags have line breaks."""
     vocab = {word: i for i, word in enumerate(SPECIAL_TOKENS + words)}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
@@ -342,8 +354,8 @@ def build_tokenizer(words: list[str]) -> transformers.PreTrainedTokenizerFast:
     if TAGS[0] in vocab:
         split_tags = pre_tokenizers.Split(Regex("|".join(TAGS)), "isolated")
         backend.pre_tokenizer = pre_tokenizers.Sequence([split_tags, pre_tokenizers.Split(" ", "removed")])
-        # WordPiece joins the tokens with spaces (none begins with ##); then no space stays beside a line
-        # break.
+        # WordPiece joins the tokens with spaces, because no token begins with ##. Then spaces beside a line
+        # break are removed.
         no_space = [decoders.Replace(" \n", "\n"), decoders.Replace("\n ", "\n")]
         backend.decoder = decoders.Sequence(
             [decoders.WordPiece("##", cleanup=False), decoders.Fuse(), *no_space]
@@ -362,7 +374,7 @@ def build_tokenizer(words: list[str]) -> transformers.PreTrainedTokenizerFast:
 
 
 def build_model(model_class, tokenizer, seed: int, **kwargs):
-    """A fresh Llama of about 0.11 M parameters; heads of 32: vLLM's CPU attention takes none smaller."""
+    """Builds a Llama of 0.11 M parameters. Its head size, 32, is the smallest of vLLM's CPU attention."""
     torch.manual_seed(seed)
     sizes = {
         "hidden_size": 64,
@@ -382,7 +394,7 @@ def build_model(model_class, tokenizer, seed: int, **kwargs):
 
 
 def render(tokenizer, prompt: str, completion: str | None = None, finished: bool = True) -> str:
-    """The chat rendering: to the assistant's header, or with the completion and, if finished, its end."""
+    """Renders a prompt up to the assistant's header, or with a completion and, if finished, the end token."""
     messages = [{"role": "user", "content": prompt}]
     if completion is None:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -392,38 +404,28 @@ def render(tokenizer, prompt: str, completion: str | None = None, finished: bool
 
 
 def encode(tokenizer, texts: list[str], padding_side: str = "right"):
-    """Token ids and attention mask of rendered texts, both (B, T)."""
+    """Returns the token ids and the attention mask of rendered texts, (B, T) each."""
     return tokenizer(texts, padding=True, padding_side=padding_side, return_tensors="pt")
 
 
 def completion_logps(
     model, tokenizer, prompts: list[str], completions: list[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p of each next token, (B, T - 1), and the mask of the completion's, the end token included."""
+    """Computes the log-prob of each next token, and the mask of the completions, (B, T - 1) each.
+
+    The end token belongs to the completion.
+    """
     batch = encode(tokenizer, [render(tokenizer, *turn) for turn in zip(prompts, completions)])
-    prompt_length = len(
-        tokenizer(render(tokenizer, prompts[0]))["input_ids"]
-    )  # the same for all prompts of a task
+    # All prompts of a task have the same length.
+    prompt_length = len(tokenizer(render(tokenizer, prompts[0]))["input_ids"])
     logps = model(**batch).logits[:, :-1].log_softmax(-1)  # (B, T - 1, V)
     mask = batch["attention_mask"][:, 1:].float()
     mask[:, : prompt_length - 1] = 0
     return logps.gather(2, batch["input_ids"][:, 1:, None]).squeeze(2), mask
 
 
-def optimize(model, steps: int, warmup: int, loss_at: Callable[[int], torch.Tensor], lr: float = 3e-3):
-    """Minimize `loss_at(step)` with AdamW, linear warmup and linear decay; returns the model, to evaluate."""
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = lr * min(1, (step + 1) / warmup) * (1 - step / steps)
-        loss_at(step).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.eval()
-
-
 def train_language_model(tokenizer, seed: int, steps: int, batch_size: int, warmup: int, draw):
-    """Train a fresh model on the completions of `draw(rng, step)`: a prompt and a completion."""
+    """Trains a new model on the completions of `draw(rng, step)`, which returns a prompt and a completion."""
     model, rng = build_model(transformers.LlamaForCausalLM, tokenizer, seed), random.Random(seed + 1)
 
     def loss_at(step: int) -> torch.Tensor:
@@ -438,7 +440,10 @@ def train_language_model(tokenizer, seed: int, steps: int, batch_size: int, warm
 def sample(
     model, tokenizer, prompts: list[str], max_new_tokens: int, temperature=1.0, top_p=1.0, seed=0
 ) -> list[tuple]:
-    """Rows of (prompt, completion, finished). Special tokens but the last <|end|> stay in the text."""
+    """Samples a completion for each prompt. Returns rows (prompt, completion, finished).
+
+    Special tokens but the last <|end|> stay in the text.
+    """
     torch.manual_seed(seed)
     rows, how = [], {"temperature": temperature, "top_p": top_p, "top_k": 0, "max_new_tokens": max_new_tokens}
     for start in range(0, len(prompts), 4096):
@@ -453,7 +458,7 @@ def sample(
 
 
 def rate(reward_model, tokenizer, rows: list[tuple], padding_side: str = "right") -> torch.Tensor:
-    """The reward model's score of each (prompt, completion, finished), (B,)."""
+    """Computes the reward model's score of rows (prompt, completion, finished), (B,)."""
     texts = [render(tokenizer, *row) for row in rows]
     return reward_model(**encode(tokenizer, texts, padding_side)).logits.squeeze(1)
 
@@ -461,7 +466,10 @@ def rate(reward_model, tokenizer, rows: list[tuple], padding_side: str = "right"
 def train_reward_model(
     task: PreferenceTask, tokenizer, pool: list[tuple], steps: int = 1500, batch_size: int = 128
 ):
-    """Regress a fresh classifier onto the judge: half samples, half tasteful ones; a third is spoiled."""
+    """Trains a new reward model to predict the judge's score.
+
+    Half of the rows come from `pool`, half from `write_tastefully`. A third of all rows is spoiled.
+    """
     seed = 1000 * task.seed
     model = build_model(transformers.LlamaForSequenceClassification, tokenizer, seed=2 + seed, num_labels=1)
     rng = random.Random(3 + seed)
@@ -477,29 +485,14 @@ def train_reward_model(
     return optimize(model, steps, 50, loss_at)
 
 
-# --- tasks ---
-
-
-def write_rows(path: Path, rows: list[dict]) -> None:
-    """Write gzipped JSON lines, without the time and name that gzip would put into the file."""
-    with path.open("wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as archive:
-        archive.write("".join(json.dumps(row) + "\n" for row in rows).encode())
-
-
-def save(folder: Path, model, tokenizer) -> None:
-    """Save an ordinary model folder, with the tokenizer's class by a name that transformers 4 knows too."""
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    config = folder / "tokenizer_config.json"
-    config.write_text(config.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))
+# === Tasks ===
 
 
 def reload_and_check(folder: Path, turns: list[tuple[str, str]]):
-    """Load policy and tokenizer from disk as any script would, raise unless every turn survives, and return
-    both.
+    """Loads policy and tokenizer from disk, and returns both. Fails if a turn is tokenized wrongly.
 
-    A turn survives if text -> ids -> text gives it back, with one end token after it, in context and out of
-    it.
+    The text of a turn must be the same after encoding and decoding, alone and within a conversation, and its
+    ids must end with one end token.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == ("<|end|>", "<pad>", None)
@@ -509,21 +502,20 @@ def reload_and_check(folder: Path, turns: list[tuple[str, str]]):
         assert rendered.startswith(header), f"the template does not preserve the prefix {header!r}"
         assert ids == header_ids + completion_ids + [tokenizer.eos_token_id], f"tokens change in {rendered!r}"
         assert tokenizer.unk_token_id not in ids, f"unknown word in {rendered!r}"
-        assert tokenizer.decode(ids) == rendered, f"{rendered!r} does not survive"
+        assert tokenizer.decode(ids) == rendered, f"{rendered!r} changes when it is encoded and decoded"
         assert tokenizer.decode(ids[len(header_ids) :], skip_special_tokens=True) == completion
     return transformers.AutoModelForCausalLM.from_pretrained(folder).eval(), tokenizer
 
 
 def best_against_worst(task: PreferenceTask, author, tokenizer, num_pairs: int) -> list[dict]:
-    """Preferences as in the paper: 8 completions a prompt at T 0.7, top-p 0.95; best against worst, gap at
-    least 0.01.
+    """Makes pairs as in the paper: the best and the worst of 8 completions, if their scores differ by 0.01.
 
-    Not eligible is a completion that did not stop or holds a special token: a row of text cannot tell it.
+    The completions are sampled with temperature 0.7 and top-p 0.95. Those without an end token or with
+    another special token are left out, because a row of text cannot hold this information.
     """
     rng, pairs = random.Random(9 + 1000 * task.seed), []
-    prompts = [
-        rng.choice(task.prompts()) for _ in range(num_pairs + num_pairs // 20)
-    ]  # a few prompts give no pair
+    # A few prompts give no pair.
+    prompts = [rng.choice(task.prompts()) for _ in range(num_pairs + num_pairs // 20)]
     rows = sample(
         author, tokenizer, [p for p in prompts for _ in range(8)], task.max_new_tokens, 0.7, 0.95, seed=9
     )
@@ -538,7 +530,7 @@ def best_against_worst(task: PreferenceTask, author, tokenizer, num_pairs: int) 
 
 
 def make_preference_task(task: PreferenceTask, folder: Path) -> list[str]:
-    """Make bouquets or tales in `folder`; returns the lines of a report."""
+    """Makes a task of preferences in `folder`. Returns the lines of a report."""
     tokenizer, prompts, rng = (
         build_tokenizer(task.words()),
         task.prompts(),
@@ -609,7 +601,7 @@ def make_preference_task(task: PreferenceTask, folder: Path) -> list[str]:
 
 
 def make_shell_game(folder: Path) -> list[str]:
-    """Make the shell game in `folder`; returns the lines of a report."""
+    """Makes the shell game in `folder`. Returns the lines of a report."""
     tokenizer, rng, steps = build_tokenizer([*CUPS, *SWAPS, *TAGS]), random.Random(777), 900
 
     def draw_problem(rng: random.Random) -> str:
@@ -622,7 +614,7 @@ def make_shell_game(folder: Path) -> list[str]:
         problem = test[0]
         while problem in unseen:
             problem = draw_problem(rng)
-        in_textbook = step < 0.7 * steps  # first complete and right solutions, then the students'
+        in_textbook = step < 0.7 * steps  # first complete and correct solutions, then those of students
         return problem, (write_work if in_textbook else write_as_student)(rng, problem)
 
     unseen = set(test)
@@ -649,29 +641,25 @@ def make_shell_game(folder: Path) -> list[str]:
             f"of which right {fmean(group or [0]):.3f}"
         )
     with torch.inference_mode():
-        ids = encode(tokenizer, [render(tokenizer, *turn) for turn in full_work])[
-            "input_ids"
-        ]  # (B, T), all full
+        # (B, T), without padding
+        ids = encode(tokenizer, [render(tokenizer, *turn) for turn in full_work])["input_ids"]
         cups = torch.tensor(tokenizer.convert_tokens_to_ids(list(CUPS)))
         likeliest = cups[policy(ids[:, :-1]).logits[:, :, cups].argmax(-1)]  # (B, T - 1)
         places = torch.isin(ids[:, 1:], cups)
-        places[:, :NUM_SWAPS] = False  # the start cup, which the prompt gives
+        places[:, :NUM_SWAPS] = False  # the first cup belongs to the prompt
         right = ((likeliest == ids[:, 1:]) | ~places).all(1).float().mean()
-    report.append(
-        f"all places and the answer right when held to full work, the likeliest cup each time: {right:.3f}"
-    )
+    report.append(f"the likeliest cup is right at all places and in the answer: {right:.3f}")
     return report + [f"{row} {score}" for row, score in zip(rows[:4], scores)]
 
 
 def make(name: str, out: Path, seed: int) -> str:
-    """Make one task; returns the report."""
+    """Makes one task. Returns the report."""
     started, folder = time.time(), out / name
     folder.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)  # sums in another order would change the files
+    torch.set_num_threads(1)  # because sums in another order would change the files
     tasks = {"bouquets": BOUQUETS, "tales": another_instance(seed), "low_entropy": LOW_ENTROPY}
     if name == "stories":
-        sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-        from toy.stories import make_stories  # here, since it imports this file
+        from toy.stories import make_stories  # imported here, because only stories need vaderSentiment
 
         report = make_stories(folder, seed)
     else:
@@ -687,12 +675,16 @@ def main(
     jobs: int = 2,
     seed: int = 0,
 ):
-    """Make the toy tasks in `out`, `jobs` of them at a time, and print what they are like.
+    """Makes the toy tasks and prints a report of each.
 
-    seed: another instance of tales or stories than the committed one, 0; it needs its own --out.
+    Args:
+        out: folder of the tasks.
+        tasks: bouquets, tales, shell_game, low_entropy, stories.
+        jobs: number of tasks that are made at a time.
+        seed: another instance of tales or stories than the committed one (0); it needs another --out.
     """
     if seed and (tasks not in (("tales",), ("stories",)) or out == Path(__file__).parent):
-        raise SystemExit("error: --seed needs --tasks tales or --tasks stories, and an --out of its own")
+        raise SystemExit("error: --seed needs --tasks tales or --tasks stories, and another --out")
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         for report in pool.map(make, tasks, itertools.repeat(out), itertools.repeat(seed)):
             print(report, flush=True)

@@ -1,10 +1,10 @@
-"""The stories task: controlled sentiment on a real language model, as in the DPO paper's section 6.1.
+"""Makes the stories task: controlled sentiment with a real language model, as in the DPO paper (6.1).
 
-    python toy/make.py --tasks stories  # writes toy/stories; see toy/README.md
+    python toy/make.py --tasks stories  # writes toy/stories (toy/README.md)
 
-The base, `toy/stories/base`, is karpathy's stories260K. A prompt is the beginning of one of its stories, a
-completion goes on with it, and the judge is a measure that others defined: VADER's sentiment. A row is a
-(prompt, completion, finished) of texts; a completion that goes on begins with a space.
+The base model in `toy/stories/base` is karpathy's stories260K. A prompt is the beginning of one of its
+stories, and a completion continues it. The judge is a public measure, VADER's sentiment. A row is (prompt,
+completion, finished), with a text as prompt and as completion. A completion begins with a space.
 """
 
 import copy
@@ -20,13 +20,13 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-from toy.make import optimize, save, write_rows
+from toy.common import optimize, save, write_rows
 
 BASE = Path(__file__).parent / "stories" / "base"
-NEW_TOKENS = 48  # of a completion, its </s> included
-SPLITS = {"train": (1024, 8), "tune": (256, 1), "test": (256, 1)}  # prompts, pairs of each
-AGREEMENT = 0.8  # of labels with the judge, expected
-LEAST_GAP = 0.01  # between a pair's scores, as in the other toys: the label of a tie would be a coin's
+NEW_TOKENS = 48  # maximum tokens of a completion, with its </s>
+SPLITS = {"train": (1024, 8), "tune": (256, 1), "test": (256, 1)}  # {split: (prompts, pairs per prompt)}
+AGREEMENT = 0.8  # expected fraction of labels that agree with the judge
+MINIMUM_GAP = 0.01  # between the scores of a pair, as in the other toys, because ties would get random labels
 ANIMALS = (
     "cat|dog|bird|bear|bunny|rabbit|frog|fish|duck|mouse|lion|fox|cow|pig|horse|sheep|kitty|puppy|animal"
 )
@@ -34,19 +34,20 @@ SENTENCE_END = r'[.!?]"?(?=\s|$)'
 
 sentiment = SentimentIntensityAnalyzer().polarity_scores
 
-# --- judge ---
+# === Judge ===
 
 
 def sentences(text: str) -> list[str]:
-    """Parts that end with .!? and begin with a capital or a quotation mark: `"Hi!" said Tim.` is one."""
+    """Splits a text after .!? if a capital or a quotation mark follows: `"Hi!" said Tim.` is one sentence."""
     parts = re.split(r'(?:(?<=[.!?])|(?<=[.!?]"))\s+(?=["A-Z])', text.strip())
     return [part for part in parts if part]
 
 
 def judge_story(prompt: str, completion: str, finished: bool = True) -> float:
-    """Score a completion: the mean of VADER's compound score in [-1, 1] over its sentences.
+    """Scores a completion: the mean of VADER's compound score, in [-1, 1], over its sentences.
 
-    The last sentence of an unfinished one counts 0, and so does an empty completion. The prompt is not read.
+    The last sentence of an unfinished completion counts 0. An empty completion scores 0. The prompt does not
+    count.
     """
     values = [sentiment(sentence)["compound"] for sentence in sentences(completion)]
     if values and not finished:
@@ -55,7 +56,7 @@ def judge_story(prompt: str, completion: str, finished: bool = True) -> float:
 
 
 def distinct_trigrams(texts: list[str]) -> float:
-    """Share of the texts' word trigrams that are different ones."""
+    """Returns the number of different word trigrams, divided by the number of all word trigrams."""
     trigrams = []
     for text in texts:
         words = re.findall(r"[a-z']+", text.lower())
@@ -63,14 +64,14 @@ def distinct_trigrams(texts: list[str]) -> float:
     return len(set(trigrams)) / max(1, len(trigrams))
 
 
-# --- texts ---
+# === Texts ===
 
 
 @torch.inference_mode()
 def sample_ids(model, tokenizer, prompts: list[str], max_new_tokens=NEW_TOKENS, temperature=1.0, top_p=1.0):
-    """The token ids of a completion for each prompt, up to and with </s>."""
+    """Samples a completion for each prompt. Returns its token ids up to the first </s>, inclusive."""
     rows = [None] * len(prompts)
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # for less padding
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # by length, for less padding
     how = {"temperature": temperature, "top_p": top_p, "top_k": 0, "max_new_tokens": max_new_tokens}
     for start in range(0, len(order), 1024):
         chunk = order[start : start + 1024]
@@ -83,7 +84,7 @@ def sample_ids(model, tokenizer, prompts: list[str], max_new_tokens=NEW_TOKENS, 
 
 
 def as_rows(tokenizer, prompts: list[str], completions: list[list[int]]) -> list[tuple]:
-    """Special tokens but the last </s> stay in the text."""
+    """Decodes completions. Returns rows. Special tokens but the last </s> stay in the text."""
     rows = []
     for prompt, ids in zip(prompts, completions):
         finished = ids[-1] == tokenizer.eos_token_id
@@ -92,18 +93,18 @@ def as_rows(tokenizer, prompts: list[str], completions: list[list[int]]) -> list
 
 
 def sample(model, tokenizer, prompts: list[str], **how) -> list[tuple]:
-    """A row for each prompt; `how` as in `sample_ids`."""
+    """Samples a row for each prompt, with the options of `sample_ids`."""
     return as_rows(tokenizer, prompts, sample_ids(model, tokenizer, prompts, **how))
 
 
 def encode(tokenizer, rows: list[tuple]):
-    """Token ids and attention mask of the rows' texts, both (B, T); </s> ends a finished one."""
+    """Returns the token ids and the attention mask of rows, (B, T) each. Finished rows end with </s>."""
     texts = [prompt + completion + tokenizer.eos_token * finished for prompt, completion, finished in rows]
     return tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
 
 
 def completion_logps(model, tokenizer, rows: list[tuple]):
-    """log p of each next token, (B, T - 1), and the mask of the completion's, </s> included."""
+    """Computes the log-prob of each next token, and the mask of completions and </s>, (B, T - 1) each."""
     batch = encode(tokenizer, rows)
     logps = model(**batch).logits[:, :-1].log_softmax(-1)  # (B, T - 1, V)
     mask = batch["attention_mask"][:, 1:].float()
@@ -113,7 +114,7 @@ def completion_logps(model, tokenizer, rows: list[tuple]):
 
 
 def cut_prompt(tokenizer, rng: random.Random, story: str) -> str:
-    """The first 5 to 12 words of a story, at most 24 tokens; empty if that would end a sentence, or more."""
+    """Returns 5 to 12 words from the start of a story; "" if they end a sentence or exceed 24 tokens."""
     words = story.split(" ")
     length = rng.randint(5, 12)
     prompt = " ".join(words[:length])
@@ -122,7 +123,7 @@ def cut_prompt(tokenizer, rng: random.Random, story: str) -> str:
 
 
 def choose_prompts(tokenizer, rng: random.Random, openings: list[str]) -> list[str]:
-    """Different ones, in random order. With one that does not survive no pair would ever be usable."""
+    """Cuts prompts from openings. Returns the different ones that survive, in random order."""
     prompts = [cut_prompt(tokenizer, rng, opening) for opening in openings]
     prompts = list(dict.fromkeys(filter(None, prompts)))
     rng.shuffle(prompts)
@@ -130,14 +131,18 @@ def choose_prompts(tokenizer, rng: random.Random, openings: list[str]) -> list[s
 
 
 def survives(tokenizer, text: str) -> bool:
-    """Whether its tokens have the text, to which they add a space in front: of two spaces they lose one."""
+    """Returns whether a text is the same after encoding and decoding, which add one space at the front.
+
+    The tokenizer loses one of two adjacent spaces. No pair of such a prompt would be usable.
+    """
     return tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == " " + text
 
 
 def cut_completion(tokenizer, prompt: str, story: str) -> str:
-    """What follows the prompt, up to the last sentence end that leaves room for </s>; empty if there is none.
+    """Returns what follows the prompt, up to the last end of a sentence that leaves room for </s>.
 
-    At least 8 tokens. A story with special tokens in it is several, or broken.
+    Returns "" if this has less than 8 tokens, or if the story contains special tokens. Such a text is several
+    stories, or broken.
     """
     rest = story[len(prompt) :]
     start = len(tokenizer(prompt).input_ids)
@@ -148,17 +153,17 @@ def cut_completion(tokenizer, prompt: str, story: str) -> str:
     return ""
 
 
-# --- models ---
+# === Models ===
 
 
 def load_base():
-    """stories260K, in fp32, and its tokenizer."""
+    """Loads stories260K in fp32, and its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32).eval()
     return model, AutoTokenizer.from_pretrained(BASE)
 
 
 def finetune(model, tokenizer, rng: random.Random, rows: list[tuple], steps: int, lr: float):
-    """A copy of the model, fine-tuned on completions in batches of 64."""
+    """Fine-tunes a copy of the model on completions, in batches of 64. Returns the copy."""
     model = copy.deepcopy(model)
 
     def loss_at(step: int) -> torch.Tensor:
@@ -169,10 +174,10 @@ def finetune(model, tokenizer, rng: random.Random, rows: list[tuple], steps: int
 
 
 def train_authors(policy, tokenizer, rng: random.Random, rows: list[tuple]) -> dict[str, tuple]:
-    """{name: (model, temperature)} of those who write the pairs: none is the policy as it is trained.
+    """Makes the authors of the pairs. Returns {name: (model, temperature)}.
 
-    Three are fine-tuned on a part of the stories each, no part more than eight times; one is the policy at
-    temperature 1.3.
+    Three authors are fine-tuned on one part of the stories each, for at most eight epochs. The fourth is the
+    policy with temperature 1.3. So the pairs are not samples of the policy as it is trained.
     """
     words_a_sentence = [len(text.split()) / len(sentences(text)) for _, text, _ in rows]
     long = sorted(words_a_sentence)[len(rows) * 6 // 10]
@@ -191,12 +196,12 @@ def train_authors(policy, tokenizer, rng: random.Random, rows: list[tuple]) -> d
 
 
 def rate(reward_model, tokenizer, rows: list[tuple]) -> torch.Tensor:
-    """The reward model's score of each row, (B,)."""
+    """Computes the reward model's score of each row, (B,)."""
     return reward_model(**encode(tokenizer, rows)).logits.squeeze(1)
 
 
 def train_reward_model(reward_model, tokenizer, rng: random.Random, pairs: list[dict]):
-    """Bradley-Terry on the pairs' labels alone, twice over: it never sees the judge."""
+    """Trains a Bradley-Terry model on the labels of the pairs, for two epochs. It never sees the judge."""
     order = [pair for _ in range(2) for pair in rng.sample(pairs, len(pairs))]
 
     def loss_at(step: int) -> torch.Tensor:
@@ -209,20 +214,24 @@ def train_reward_model(reward_model, tokenizer, rng: random.Random, pairs: list[
     return optimize(reward_model, steps, steps // 10 + 1, loss_at, 1e-3)
 
 
-# --- pairs ---
+# === Pairs ===
 
 
 def draw_answers(authors, tokenizer, rng: random.Random, counts: dict[str, int]) -> list[tuple]:
-    """(prompt, completion, completion) by two different authors, as many of each prompt as `counts` says.
+    """Draws pairs by two different authors. Returns (prompt, completion, completion) for each pair.
 
-    A pair is drawn again if one of them did not stop (a row of text cannot tell it), says nothing or is not
-    what the tokenizer makes of its text, or if the judge hardly tells them apart.
+    A pair is drawn again if a completion has no </s> (a row of text cannot hold this information), is empty,
+    or has other tokens than its text, or if the scores of both completions are nearly equal.
+
+    counts: {prompt: number of pairs}.
     """
 
     def is_usable(prompt: str, text: str, finished: bool) -> bool:
         prompt_ids, ids = tokenizer([prompt, prompt + text]).input_ids
-        broken = "\ufffd" in text or ids[: len(prompt_ids)] != prompt_ids  # half a letter; a token spans both
-        return bool(finished and survives(tokenizer, prompt + text) and not broken and text.strip())
+        half_character = "\ufffd" in text
+        spanning_token = ids[: len(prompt_ids)] != prompt_ids
+        broken = half_character or spanning_token or not survives(tokenizer, prompt + text)
+        return bool(finished and text.strip() and not broken)
 
     found = {prompt: [] for prompt in counts}
     while wanted := [prompt for prompt, n in counts.items() for _ in range(n - len(found[prompt]))]:
@@ -236,13 +245,13 @@ def draw_answers(authors, tokenizer, rng: random.Random, counts: dict[str, int])
         for two in drawn:
             (prompt, a, _), (_, b, _) = two
             gap = abs(judge_story(prompt, a) - judge_story(prompt, b))
-            if gap >= LEAST_GAP and all(is_usable(*row) for row in two):
+            if gap >= MINIMUM_GAP and all(is_usable(*row) for row in two):
                 found[prompt].append((prompt, a, b))
-    return [answers for of_prompt in found.values() for answers in of_prompt]
+    return [answers for prompt_answers in found.values() for answers in prompt_answers]
 
 
 def find_scale(gaps: list[float]) -> float:
-    """The τ at which sigmoid(gap / τ) is 0.8 on average, by bisection on log τ."""
+    """Finds the τ for which the mean of sigmoid(gap / τ) is AGREEMENT, by bisection on log τ."""
     low, high = 1e-3, 10.0
     gaps = torch.tensor(gaps).double().abs()
     for _ in range(60):
@@ -252,7 +261,7 @@ def find_scale(gaps: list[float]) -> float:
 
 
 def label(rng: random.Random, answers: list[tuple], tau: float) -> list[dict]:
-    """Bradley-Terry: the first completion is chosen with probability sigmoid((judge - judge') / τ)."""
+    """Labels pairs by Bradley and Terry: P(first is chosen) = sigmoid((first score - second score) / τ)."""
     pairs = []
     for prompt, *texts in answers:
         scores = [judge_story(prompt, text) for text in texts]
@@ -264,18 +273,18 @@ def label(rng: random.Random, answers: list[tuple], tau: float) -> list[dict]:
     return pairs
 
 
-# --- the task ---
+# === Task ===
 
 
 def make_stories(folder: Path, seed: int) -> list[str]:
-    """Make stories in `folder`; returns the lines of a report."""
-    transformers.utils.logging.set_verbosity_error()  # a reward model's head is new, as it should be
+    """Makes the stories in `folder`. Returns the lines of a report."""
+    transformers.utils.logging.set_verbosity_error()  # it would warn that the reward model's head is new
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
     rng = random.Random(seed)
     base, tokenizer = load_base()
 
-    # stories of the base to learn from, and others to take prompts from
+    # stories of the base model for training, and the beginnings of others for prompts
     stories = [
         text.strip() for _, text, _ in sample(base, tokenizer, [""] * 4096, max_new_tokens=24 + NEW_TOKENS)
     ]
@@ -290,8 +299,8 @@ def make_stories(folder: Path, seed: int) -> list[str]:
     needed = sum(count for count, _ in SPLITS.values())
     assert len(prompts) >= needed, f"only {len(prompts)} prompts of {needed}"
 
-    # models and pairs
-    policy = finetune(base, tokenizer, rng, rows, 200, 5e-4)  # it stops: the base never does
+    # Models and pairs. The policy writes </s>, which the base model never does.
+    policy = finetune(base, tokenizer, rng, rows, 200, 5e-4)
     authors = train_authors(policy, tokenizer, rng, rows)
     prompts_of, answers_of, first = {}, {}, 0
     for split, (count, each) in SPLITS.items():
@@ -314,7 +323,7 @@ def make_stories(folder: Path, seed: int) -> list[str]:
 
 @torch.inference_mode()
 def describe(folder: Path, authors: dict, pairs: dict) -> list[str]:
-    """Load what was written, raise unless it survives, and return the lines of a report."""
+    """Loads the files, checks that no text was tokenized wrongly, and returns the lines of a report."""
     policy = AutoModelForCausalLM.from_pretrained(folder / "policy").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
     reward_model = AutoModelForSequenceClassification.from_pretrained(
@@ -326,7 +335,8 @@ def describe(folder: Path, authors: dict, pairs: dict) -> list[str]:
             ids, ended = tokenizer([text, text + tokenizer.eos_token]).input_ids
             assert ids[: len(prompt_ids)] == prompt_ids, f"a token spans prompt and completion in {text!r}"
             assert ended == ids + [tokenizer.eos_token_id], f"the end changes the tokens of {text!r}"
-            assert tokenizer.decode(ids, skip_special_tokens=True) == " " + text, f"{text!r} does not survive"
+            decoded = tokenizer.decode(ids, skip_special_tokens=True)
+            assert decoded == " " + text, f"{text!r} changes when it is encoded and decoded"
             assert len(ids) - len(prompt_ids) < 2 * NEW_TOKENS, f"{text!r} is long"
 
     report = []
