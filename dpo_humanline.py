@@ -10,16 +10,14 @@ To change the method, edit `dpo_loss`; evaluation uses it too. To read other dat
 
 Main differences from the authors' code (all: docs/dpo.md, section 8):
     - Gradients are clipped by their global norm. In the authors' code each rank uses the norm of its shards.
-    - A sync copies the policy's shards in place. The authors' code loads a state dict.
     - The loss is the mean over the global batch. The authors' code averages the means of micro-batches.
 
 Notation: P pairs are 2P sequences of T tokens; log-probs in nats; a mask is 1 at completion tokens and 0
 elsewhere. An Example is a prompt with at most one completion. A group is a tuple of Examples of one prompt:
-here (chosen, rejected), or (prompt,) in data for online training.
+here (chosen, rejected), or (prompt,) for a row without completions.
 """
 
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -96,8 +94,8 @@ class Args:
     seed: int = 1  # seed of data order and sampling
     output_dir: str = ""  # run folder; empty: runs/<script>__<seed>__<time>
     resume: str = ""  # run folder to resume; flags given with it override the run's settings
-    checkpoint_every: int = 100  # steps between checkpoints; 0: a checkpoint only after a signal
-    keep_checkpoints: int = 2  # number of checkpoints that stay, the newest; 0: all
+    checkpoint_every: int = 100  # steps between checkpoints, with one at the end; 0: only after a signal
+    keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     eval_every: int = 0  # steps between evaluations; 0: only before and after training
     eval_samples: int = 256  # held-out rows whose prompts are sampled, from the first on; 0: none
 
@@ -171,7 +169,7 @@ def sync_reference(reference, policy):
 def main(args: Args):
     rank, world, device = run.setup(args, args.batch_size)  # also replaces --dtype auto in args
 
-    # The data is read before the models, so that errors in it appear within seconds.
+    # The data is read before the models, so that errors in it appear before minutes of loading.
     tokenizer, eos_ids = utils.load_tokenizer(args)
     groups, held_out = load_data(args, tokenizer, eos_ids)
     data_hash = run.hash_data(groups, held_out)  # ends the run if ranks have read different data
@@ -194,7 +192,8 @@ def main(args: Args):
     before = evaluate(args, policy, sampler, held_out)
     # A new run has no checkpoint and starts at step 0.
     progress = run.load_checkpoint(output_dir, policy, reference, optimizer, data_hash)
-    run.save_args(args, output_dir, __file__)  # after the load, so that a failed resume changes nothing
+    # after the load, so that a failed resume leaves args.json as it was
+    run.save_args(args, output_dir, __file__)
     log = run.Log(args, output_dir, progress.step, before)
     signals = run.Signals()  # in the loop, SIGINT and SIGTERM end the run after the current step
 
@@ -233,6 +232,7 @@ def main(args: Args):
             logps = utils.token_logps(policy, input_ids, mask)  # (2P, T)
             log_ratio = logps - ref_logps  # (2P, T)
             losses, rewards = dpo_loss(clip_log_ratio(args, log_ratio), mask, args.beta)  # (P,), (2P,)
+            run.check_shape("dpo_loss", losses, (len(indices),))
             (losses.sum() / args.batch_size).backward()  # summed over ranks: the mean over the global batch
 
             means.add(pair_metrics(losses, rewards, logps, mask))
@@ -288,31 +288,20 @@ def load_data(args, tokenizer, eos_ids) -> tuple[list, list]:
 
 
 def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
-    """Reads and tokenizes a data set. Returns the groups of its rows.
-
-    Prints how many rows were skipped and why, and the last tokens of the first prompt and its completion, if
-    it has one. They show whether the chat template and the EOS token are right.
-    """
+    """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them."""
     groups = []
-    skipped = defaultdict(list)  # {reason: line numbers}
+    skipped = []  # [(line number, reason), ...]
     for number, row in run.read_rows(name, split):
         try:
             groups.append(encode_row(args, tokenizer, eos_ids, row))
         except utils.SkipRow as reason:
-            skipped[str(reason)].append(number)
+            skipped.append((number, reason))
         except Exception as error:  # an InputError, or a mistake in `encode_row`
             error.add_note(f"{name}, line {number}")
             raise
-    counts = [f"{name}: {len(groups)} rows"]
-    for reason, numbers in skipped.items():
-        counts.append(f"{len(numbers)} skipped, the first in line {numbers[0]}: {reason}")
-    summary = "; ".join(counts)
+    summary = f"{name}: {utils.summarize_groups(tokenizer, eos_ids, groups, skipped)}"
     if not groups:
         raise run.InputError(summary)
-    first = groups[0][0]
-    summary += f"; a prompt ends with {tokenizer.decode(first.prompt_ids[-8:])!r}"
-    if first.completion_ids:
-        summary += f", its completion with {tokenizer.decode(first.completion_ids[-8:])!r}"
     run.print_main(summary)
     return groups
 
@@ -347,11 +336,12 @@ def read_pair(row):
         turns = utils.as_messages(chosen[:-1])  # the messages before the last one
         if utils.as_messages(rejected[:-1]) != turns:
             raise run.InputError("chosen and rejected must differ only in their last message")
-        if turns and prompt is not None:  # form 3 or 4
+        if turns and prompt is not None:
             texts = [message["content"] for message in turns]
-            if prompt not in texts and utils.as_messages(prompt) != turns:
+            in_form_4 = prompt in texts
+            if not in_form_4 and utils.as_messages(prompt) != turns:  # nor in form 3
                 raise run.InputError("chosen and rejected do not begin with the prompt")
-        prompt = turns or prompt
+        prompt = turns or prompt  # form 2 has no turns
         chosen = chosen[-1:]  # now in form 2
         rejected = rejected[-1:]
     if prompt is None:
@@ -366,12 +356,14 @@ def read_pair(row):
 def encode_group(args, tokenizer, eos_ids, prompt, completions):
     """Returns one Example for each completion; if there are none, one Example with the prompt alone."""
     prompt_ids, all_completion_ids = utils.encode(tokenizer, eos_ids, prompt, completions)
-    if not 0 < len(prompt_ids) <= min(args.max_prompt_length, args.max_length - 1):
-        raise utils.SkipRow("prompt empty, or longer than --max-prompt-length or --max-length")
+    utils.check_prompt(args, prompt_ids)
     if not completions:
         return (utils.Example(prompt, prompt_ids),)
     examples = [utils.Example(prompt, prompt_ids, ids) for ids in all_completion_ids]
-    return tuple(example.truncate(args.max_length) for example in examples)
+    examples = [example.truncate(args.max_length) for example in examples]
+    if len(examples) == 2 and examples[0] == examples[1]:
+        raise utils.SkipRow("both completions are equal, maybe because they were truncated")
+    return tuple(examples)
 
 
 def draw_batch(groups, number: int, size: int, seed: int):
@@ -402,15 +394,14 @@ def load_models(args, device, longest: int):
         # Both models stay in eval mode, because dropout would make them differ at step 0.
         return shard_model(args, model, device).eval()
 
-    # Loaded in the dtype of the files, weights are memory-mapped pages that all ranks of a machine share. The
-    # policy is cast to fp32 only after sharding, so no rank converts the complete policy. The reference is
-    # loaded in its storage dtype, because a later cast to bf16 would also round its buffers (RoPE's
-    # frequencies).
+    # "auto" is the dtype of the files: the weights stay memory-mapped, and all ranks of a machine share them.
+    # The cast comes after sharding, so that each rank converts only its shards.
     policy = load("auto").to(torch.float32)
+    # Loaded in its storage dtype, because a cast to bf16 would also round its buffers (RoPE's frequencies).
     reference = load(utils.storage_dtype(args)).requires_grad_(False)
+    # Loading rounds some buffers (Gemma's embed_scale) to the dtype of loading, which may differ between the
+    # two models. Both must use the same values.
     for name, buffer in policy.named_buffers():
-        # Some buffers (Gemma's embed_scale) are rounded to the dtype in which the model was loaded. The
-        # policy takes the reference's, so that both use the same values.
         buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         for block in decoder_blocks(policy):
@@ -452,9 +443,11 @@ def shard_model(args, model, device):
         # By default FSDP2 leaves the root gathered after forward, for use in backward. The reference never
         # runs backward, so its next forward would still use the weights from before a sync.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
-        # FSDP must sum the gradients of the ranks, because the loss is already divided by the global batch.
+        # FSDP divides gradients by the number of ranks. The loss is already divided by the global batch, so
+        # the divisor must be 1.
         module.set_gradient_divide_factor(1.0)
-        # With a factor, FSDP2 would choose PREMUL_SUM, which gloo does not have. So a plain sum is forced.
+        # With a divisor of its own, even 1, FSDP2 reduces with PREMUL_SUM, which gloo does not have. This
+        # call makes it use a plain sum.
         module.set_force_sum_reduction_for_comms(True)
     return model
 
@@ -487,7 +480,8 @@ def sample_round(args, sampler, policy, groups: list[tuple], number: int):
             pairs.append(tuple(sample.truncate(args.max_length) for sample in pair))
     if not pairs:
         raise run.InputError(
-            f"round {number}: no prompt's rewards differ; raise --temperature or lower --reward-threshold"
+            f"round {number}: no prompt's rewards differ enough: "
+            "raise --temperature or lower --reward-threshold"
         )
     metrics["rollout/round"] = number
     metrics["rollout/filtered"] = 1 - len(pairs) / len(prompts)
@@ -497,7 +491,7 @@ def sample_round(args, sampler, policy, groups: list[tuple], number: int):
 def best_and_worst(samples: list[utils.Example], threshold: float):
     """Returns the samples with the highest and the lowest reward, or () if these are too close.
 
-    They are too close if they are equal, also with a τ of 0, or differ by less than τ.
+    They are too close if they differ by less than τ, or if they are equal (which matters for a τ of 0).
     """
     best = max(samples, key=lambda sample: sample.reward)
     worst = min(samples, key=lambda sample: sample.reward)
@@ -558,7 +552,10 @@ def pair_metrics(losses, rewards, logps, mask):
 
 
 def clipping_metrics(args, log_ratio):
-    """Returns for each token whether it is beyond a bound, also if nothing is clipped, and |log-ratio|."""
+    """Returns for each token whether its log-ratio is beyond a bound, and |log-ratio|.
+
+    With --no-humanline, which clips nothing, tokens beyond a bound are counted all the same.
+    """
     return {
         "humanline/clipped_low": (log_ratio < args.log_epsilon_P).double(),
         "humanline/clipped_high": (log_ratio > args.log_epsilon_R).double(),

@@ -22,9 +22,7 @@ Example is a prompt with at most one completion. A group is a tuple of Examples 
 completions, best first, or (prompt,) for a row without completions. A group's prompt is read from group[0].
 """
 
-import math
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,8 +93,9 @@ class Args:
     # Samples per prompt, of which the best and the worst form a group (Table 1). Groups larger than 2 use
     # --group-size instead.
     samples_per_prompt: int = 8
-    # τ (Table 1): scored completions or samples that differ by less give no pair; in a larger group, all
-    # their advantages are 0. Rows with chosen and rejected are not tested.
+    # τ (Table 1): minimum difference between the highest and the lowest reward of a prompt. Below it, the
+    # prompt gives no pair, and a larger group gets advantages of 0. Rows with chosen and rejected are not
+    # tested.
     reward_threshold: float = 0.01
     # sampling
     max_new_tokens: int = 2048  # maximum sampled tokens (paper: 2048); training truncates to --max-length
@@ -110,8 +109,8 @@ class Args:
     seed: int = 1  # seed of data order and sampling
     output_dir: str = ""  # run folder; empty: runs/<script>__<seed>__<time>
     resume: str = ""  # run folder to resume; flags given with it override the run's settings
-    checkpoint_every: int = 100  # steps between checkpoints; 0: a checkpoint only after a signal
-    keep_checkpoints: int = 2  # number of checkpoints that stay, the newest; 0: all
+    checkpoint_every: int = 100  # steps between checkpoints, with one at the end; 0: only after a signal
+    keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     eval_every: int = 0  # steps between evaluations; 0: only before and after training
     eval_samples: int = 256  # held-out rows whose prompts are sampled, from the first on; 0: none
 
@@ -126,7 +125,7 @@ PAPER = {
 }
 FOLDER = Path(__file__).resolve().parent / "toy" / "tales"
 # Settings of the toy, which replace the defaults above. At this learning rate, k = 1 makes the policy worse
-# (paper/studies.md, syncing).
+# (paper/results/figure8.csv).
 TOY = dict(
     model=f"{FOLDER}/policy",
     reward_model=f"{FOLDER}/reward_model",
@@ -162,7 +161,7 @@ def grpo_loss(clipped_log_ratio, log_ratio, advantages, beta: float, epsilon: fl
     """
     A = advantages.unsqueeze(-1)  # (B, 1)
     ratio = clipped_log_ratio.exp()  # (B, T)
-    k3 = (-log_ratio).exp() + log_ratio - 1  # (B, T)
+    k3 = torch.expm1(-log_ratio) + log_ratio  # (B, T); exp(-x) - 1 would lose its digits near 0
     losses = beta * k3 - torch.minimum(A * ratio, A * ratio.clamp(1 - epsilon, 1 + epsilon))
     removed_above = (A > 0) & (ratio > 1 + epsilon)
     removed_below = (A < 0) & (ratio < 1 - epsilon)
@@ -180,9 +179,9 @@ def group_advantages(rewards):
     """
     lowest = rewards.amin(1, keepdim=True)
     spread = rewards.amax(1, keepdim=True) - lowest  # (groups, 1)
-    # Moving and scaling rewards changes no advantage. It makes the advantages of two completions exactly 1
-    # and -1. For Dr. GRPO, which does not divide by the std, return `rewards - rewards.mean(1,
-    # keepdim=True)`.
+    # Rewards are first moved and scaled to 0 ... 1. This changes advantages only by rounding: those of two
+    # completions become exactly 1 and -1. For Dr. GRPO, which does not divide by the std, return
+    # `rewards - rewards.mean(1, keepdim=True)`.
     scaled = (rewards - lowest) / spread
     std = scaled.std(1, correction=0, keepdim=True)
     advantages = (scaled - scaled.mean(1, keepdim=True)) / std
@@ -211,7 +210,7 @@ def sync_reference(reference, policy):
 def main(args: Args):
     rank, world, device = run.setup(args, args.batch_size)  # also replaces --dtype auto in args
 
-    # The data is read before the models, so that errors in it appear within seconds.
+    # The data is read before the models, so that errors in it appear before minutes of loading.
     tokenizer, eos_ids = utils.load_tokenizer(args)
     groups, held_out = load_data(args, tokenizer, eos_ids)
     groups_per_step = args.batch_size // args.group_size
@@ -235,10 +234,8 @@ def main(args: Args):
     before = evaluate(args, policy, sampler, held_out)
     # A new run has no checkpoint and starts at step 0.
     progress = run.load_checkpoint(output_dir, policy, reference, optimizer, data_hash)
-    # A resume may have changed --group-size.
-    if any(len(group) != args.group_size for group in progress.pool):
-        raise run.InputError(f"--group-size {args.group_size}: the checkpoint holds groups of another size")
-    run.save_args(args, output_dir, __file__)  # after the load, so that a failed resume changes nothing
+    # after the load, so that a failed resume leaves args.json as it was
+    run.save_args(args, output_dir, __file__)
     log = run.Log(args, output_dir, progress.step, before)
     signals = run.Signals()  # in the loop, SIGINT and SIGTERM end the run after the current step
 
@@ -267,7 +264,9 @@ def main(args: Args):
         rewards = torch.tensor([example.reward for example in examples], dtype=torch.float64, device=device)
         rewards = rewards.view(groups_per_step, args.group_size)  # (groups, G)
         advantages = group_advantages(rewards)  # (groups, G)
-        metrics["grpo/zero_advantage_groups"] = (advantages == 0).all(1).double().mean().item()
+        run.check_shape("group_advantages", advantages, rewards.shape)
+        are_equal = rewards.amax(1) == rewards.amin(1)  # (groups,)
+        metrics["grpo/zero_advantage_groups"] = are_equal.double().mean().item()
 
         # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
         # micro-batches. It also sums the gradients over ranks.
@@ -287,6 +286,7 @@ def main(args: Args):
             losses, ratio, k3, removed = grpo_loss(  # (B, T) each
                 clipped_log_ratio, log_ratio, A, args.beta, args.epsilon
             )
+            run.check_shape("grpo_loss", losses, mask.shape)
             # summed over ranks: the mean over all completion tokens of the global batch
             ((losses * mask).sum() / completion_tokens).backward()
 
@@ -332,14 +332,14 @@ def main(args: Args):
 # === Data ===
 def load_data(args, tokenizer, eos_ids) -> tuple[list, list]:
     """Reads --dataset and --eval-dataset. Returns the groups of both; [] without --eval-dataset."""
-    groups = load_groups(args, tokenizer, eos_ids, args.dataset, args.dataset_split)
-    held_out = []
-    if args.eval_dataset:
-        held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
     if args.batch_size % args.group_size:
         raise run.InputError(
             f"--batch-size {args.batch_size} is not a multiple of --group-size {args.group_size}"
         )
+    groups = load_groups(args, tokenizer, eos_ids, args.dataset, args.dataset_split)
+    held_out = []
+    if args.eval_dataset:
+        held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
     if not args.online and any(len(group) != args.group_size for group in groups):
         raise run.InputError(
             f"--dataset {args.dataset}: every row needs {args.group_size} completions (--group-size); "
@@ -356,31 +356,20 @@ def load_data(args, tokenizer, eos_ids) -> tuple[list, list]:
 
 
 def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
-    """Reads and tokenizes a data set. Returns the groups of its rows.
-
-    Prints how many rows were skipped and why, and the last tokens of the first prompt and its completion, if
-    it has one. They show whether the chat template and the EOS token are right.
-    """
+    """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them."""
     groups = []
-    skipped = defaultdict(list)  # {reason: line numbers}
+    skipped = []  # [(line number, reason), ...]
     for number, row in run.read_rows(name, split):
         try:
             groups.append(encode_row(args, tokenizer, eos_ids, row))
         except utils.SkipRow as reason:
-            skipped[str(reason)].append(number)
+            skipped.append((number, reason))
         except Exception as error:  # an InputError, or a mistake in `encode_row`
             error.add_note(f"{name}, line {number}")
             raise
-    counts = [f"{name}: {len(groups)} rows"]
-    for reason, numbers in skipped.items():
-        counts.append(f"{len(numbers)} skipped, the first in line {numbers[0]}: {reason}")
-    summary = "; ".join(counts)
+    summary = f"{name}: {utils.summarize_groups(tokenizer, eos_ids, groups, skipped)}"
     if not groups:
         raise run.InputError(summary)
-    first = groups[0][0]
-    summary += f"; a prompt ends with {tokenizer.decode(first.prompt_ids[-8:])!r}"
-    if first.completion_ids:
-        summary += f", its completion with {tokenizer.decode(first.completion_ids[-8:])!r}"
     run.print_main(summary)
     return groups
 
@@ -418,8 +407,8 @@ def check_scores(completions, scores):
     if not are_lists or len(completions) != len(scores):
         raise run.InputError("completions and scores must be two lists of the same length")
     for score in scores:
-        if not isinstance(score, int | float) or not math.isfinite(score):
-            raise run.InputError(f"the score {score!r} is not a finite number")
+        if not isinstance(score, int | float) or not abs(score) < 1e300:  # also if it is nan
+            raise run.InputError(f"the score {score!r:.40} is not a finite number")
 
 
 def read_pair(row):
@@ -442,11 +431,12 @@ def read_pair(row):
         turns = utils.as_messages(chosen[:-1])  # the messages before the last one
         if utils.as_messages(rejected[:-1]) != turns:
             raise run.InputError("chosen and rejected must differ only in their last message")
-        if turns and prompt is not None:  # form 3 or 4
+        if turns and prompt is not None:
             texts = [message["content"] for message in turns]
-            if prompt not in texts and utils.as_messages(prompt) != turns:
+            in_form_4 = prompt in texts
+            if not in_form_4 and utils.as_messages(prompt) != turns:  # nor in form 3
                 raise run.InputError("chosen and rejected do not begin with the prompt")
-        prompt = turns or prompt
+        prompt = turns or prompt  # form 2 has no turns
         chosen = chosen[-1:]  # now in form 2
         rejected = rejected[-1:]
     if prompt is None:
@@ -461,12 +451,14 @@ def read_pair(row):
 def encode_group(args, tokenizer, eos_ids, prompt, completions):
     """Returns one Example for each completion; if there are none, one Example with the prompt alone."""
     prompt_ids, all_completion_ids = utils.encode(tokenizer, eos_ids, prompt, completions)
-    if not 0 < len(prompt_ids) <= min(args.max_prompt_length, args.max_length - 1):
-        raise utils.SkipRow("prompt empty, or longer than --max-prompt-length or --max-length")
+    utils.check_prompt(args, prompt_ids)
     if not completions:
         return (utils.Example(prompt, prompt_ids),)
     examples = [utils.Example(prompt, prompt_ids, ids) for ids in all_completion_ids]
-    return tuple(example.truncate(args.max_length) for example in examples)
+    examples = [example.truncate(args.max_length) for example in examples]
+    if len(examples) == 2 and examples[0] == examples[1]:
+        raise utils.SkipRow("both completions are equal, maybe because they were truncated")
+    return tuple(examples)
 
 
 def draw_batch(groups, number: int, size: int, seed: int):
@@ -497,15 +489,14 @@ def load_models(args, device, longest: int):
         # Both models stay in eval mode, because dropout would make them differ at step 0.
         return shard_model(args, model, device).eval()
 
-    # Loaded in the dtype of the files, weights are memory-mapped pages that all ranks of a machine share. The
-    # policy is cast to fp32 only after sharding, so no rank converts the complete policy. The reference is
-    # loaded in its storage dtype, because a later cast to bf16 would also round its buffers (RoPE's
-    # frequencies).
+    # "auto" is the dtype of the files: the weights stay memory-mapped, and all ranks of a machine share them.
+    # The cast comes after sharding, so that each rank converts only its shards.
     policy = load("auto").to(torch.float32)
+    # Loaded in its storage dtype, because a cast to bf16 would also round its buffers (RoPE's frequencies).
     reference = load(utils.storage_dtype(args)).requires_grad_(False)
+    # Loading rounds some buffers (Gemma's embed_scale) to the dtype of loading, which may differ between the
+    # two models. Both must use the same values.
     for name, buffer in policy.named_buffers():
-        # Some buffers (Gemma's embed_scale) are rounded to the dtype in which the model was loaded. The
-        # policy takes the reference's, so that both use the same values.
         buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         for block in decoder_blocks(policy):
@@ -547,9 +538,11 @@ def shard_model(args, model, device):
         # By default FSDP2 leaves the root gathered after forward, for use in backward. The reference never
         # runs backward, so its next forward would still use the weights from before a sync.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
-        # FSDP must sum the gradients of the ranks, because the loss is already divided by the global batch.
+        # FSDP divides gradients by the number of ranks. The loss is already divided by the global batch, so
+        # the divisor must be 1.
         module.set_gradient_divide_factor(1.0)
-        # With a factor, FSDP2 would choose PREMUL_SUM, which gloo does not have. So a plain sum is forced.
+        # With a divisor of its own, even 1, FSDP2 reduces with PREMUL_SUM, which gloo does not have. This
+        # call makes it use a plain sum.
         module.set_force_sum_reduction_for_comms(True)
     return model
 
@@ -583,7 +576,8 @@ def sample_round(args, sampler, policy, groups: list[tuple], number: int):
             new_groups.append(tuple(sample.truncate(args.max_length) for sample in group))
     if all(group[0].reward == group[-1].reward for group in new_groups):  # also if there is no group
         raise run.InputError(
-            f"round {number}: no prompt's rewards differ; raise --temperature or lower --reward-threshold"
+            f"round {number}: no prompt's rewards differ enough: "
+            "raise --temperature or lower --reward-threshold"
         )
     metrics["rollout/round"] = number
     metrics["rollout/filtered"] = 1 - len(new_groups) / len(prompts)
@@ -597,10 +591,10 @@ def make_group(args, samples):
     τ. A larger group holds all completions. If all its rewards differ by less than τ, they are made equal,
     because the division by their std would turn rounding errors into advantages.
     """
-    pair = best_and_worst(samples, args.reward_threshold)  # () if all rewards are too close
+    pair = best_and_worst(samples, args.reward_threshold)
     if args.group_size == 2:
         return pair
-    if not pair:
+    if not pair:  # best and worst differ by less than τ, so all rewards do
         return tuple(sample._replace(reward=samples[0].reward) for sample in samples)
     return tuple(sorted(samples, key=lambda sample: sample.reward, reverse=True))
 
@@ -608,7 +602,7 @@ def make_group(args, samples):
 def best_and_worst(samples: list[utils.Example], threshold: float):
     """Returns the samples with the highest and the lowest reward, or () if these are too close.
 
-    They are too close if they are equal, also with a τ of 0, or differ by less than τ.
+    They are too close if they differ by less than τ, or if they are equal (which matters for a τ of 0).
     """
     best = max(samples, key=lambda sample: sample.reward)
     worst = min(samples, key=lambda sample: sample.reward)
@@ -663,7 +657,10 @@ def grpo_metrics(losses, ratio, k3, removed):
 
 
 def clipping_metrics(args, log_ratio):
-    """Returns for each token whether it is beyond a bound, also if nothing is clipped, and |log-ratio|."""
+    """Returns for each token whether its log-ratio is beyond a bound, and |log-ratio|.
+
+    With --no-humanline, which clips nothing, tokens beyond a bound are counted all the same.
+    """
     return {
         "humanline/clipped_low": (log_ratio < args.log_epsilon_P).double(),
         "humanline/clipped_high": (log_ratio > args.log_epsilon_R).double(),

@@ -35,7 +35,6 @@ import re
 import resource
 import signal
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -86,7 +85,8 @@ class Args:
     dataset_split: str = "train"  # split of a Hub data set, for example train[:10000]
     eval_dataset: str = ""  # held-out data in the same formats; empty: no evaluation
     eval_split: str = "test"  # split of a Hub data set
-    # First message of every prompt; empty: none. The words are ours; paper/table2.sh has the authors'.
+    # First message of every prompt; empty: none. The words are ours; paper/math_system_prompt.txt has the
+    # authors'.
     system_prompt: str = SYSTEM_PROMPT
     max_prompt_length: int = 512  # maximum prompt tokens; longer prompts are skipped
     max_length: int = 2560  # maximum prompt + completion tokens; truncated completions get no EOS token
@@ -112,14 +112,14 @@ class Args:
     seed: int = 1  # seed of data order and sampling
     output_dir: str = ""  # run folder; empty: runs/<script>__<seed>__<time>
     resume: str = ""  # run folder to resume; flags given with it override the run's settings
-    checkpoint_every: int = 100  # steps between checkpoints; 0: a checkpoint only after a signal
-    keep_checkpoints: int = 2  # number of checkpoints that stay, the newest; 0: all
+    checkpoint_every: int = 100  # steps between checkpoints, with one at the end; 0: only after a signal
+    keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     eval_every: int = 0  # steps between evaluations; 0: only before and after training
     eval_samples: int = 256  # held-out problems to sample completions for; 0: none
     eval_samples_per_problem: int = 4  # samples per held-out problem, for pass@1
 
 
-PAPER = {}  # all variants have the same settings in the paper (Table 2), which are the defaults above
+PAPER = {}  # Table 2 has one row for all variants, the defaults above; S and k are flags
 FOLDER = Path(__file__).resolve().parent / "toy" / "shell_game"
 # Settings of the toy, which replace the defaults above.
 TOY = dict(
@@ -155,7 +155,7 @@ def grpo_loss(clipped_log_ratio, log_ratio, advantages, beta: float, epsilon: fl
     """
     A = advantages.unsqueeze(-1)  # (B, 1)
     ratio = clipped_log_ratio.exp()  # (B, T)
-    k3 = (-log_ratio).exp() + log_ratio - 1  # (B, T)
+    k3 = torch.expm1(-log_ratio) + log_ratio  # (B, T); exp(-x) - 1 would lose its digits near 0
     losses = beta * k3 - torch.minimum(A * ratio, A * ratio.clamp(1 - epsilon, 1 + epsilon))
     removed_above = (A > 0) & (ratio > 1 + epsilon)
     removed_below = (A < 0) & (ratio < 1 - epsilon)
@@ -196,7 +196,7 @@ def main(args: Args):
     # This also replaces --dtype auto in args.
     rank, world, device = run.setup(args, args.prompts_per_step * args.group_size)
 
-    # The data is read before the models, so that errors in it appear within seconds.
+    # The data is read before the models, so that errors in it appear before minutes of loading.
     tokenizer, eos_ids = utils.load_tokenizer(args)
     grader = start_grader()
     problems, held_out = load_data(args, tokenizer, eos_ids, grader)
@@ -218,10 +218,8 @@ def main(args: Args):
     before = evaluate(args, policy, sampler, grader, held_out)
     # A new run has no checkpoint and starts at step 0.
     progress = run.load_checkpoint(output_dir, policy, reference, optimizer, data_hash)
-    # A resume may have changed --group-size.
-    if any(len(group) != args.group_size for group in progress.pool):
-        raise run.InputError(f"--group-size {args.group_size}: the checkpoint holds groups of another size")
-    run.save_args(args, output_dir, __file__)  # after the load, so that a failed resume changes nothing
+    # after the load, so that a failed resume leaves args.json as it was
+    run.save_args(args, output_dir, __file__)
     log = run.Log(args, output_dir, progress.step, before)
     signals = run.Signals()  # in the loop, SIGINT and SIGTERM end the run after the current step
 
@@ -232,9 +230,8 @@ def main(args: Args):
         started = time.perf_counter()
 
         # The global batch, the same on all ranks: groups of the policy's own samples. A round gives the
-        # batches of S steps, which wait in the pool. (After a resume with another --prompts-per-step, the
-        # pool may hold less than a batch.)
-        if len(progress.pool) < args.prompts_per_step:
+        # batches of S steps, which wait in the pool.
+        if not progress.pool:
             # Without humanline, or with k = 0, the reference is the policy that samples the round, like the
             # old policy of PPO. Otherwise syncs follow k alone.
             if not args.humanline or args.k == 0:
@@ -250,6 +247,7 @@ def main(args: Args):
         rewards = torch.tensor([example.reward for example in examples], dtype=torch.float64, device=device)
         rewards = rewards.view(args.prompts_per_step, args.group_size)  # (groups, G)
         advantages = group_advantages(rewards)  # (groups, G)
+        run.check_shape("group_advantages", advantages, rewards.shape)
         metrics |= sample_metrics(examples, rewards)
 
         # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
@@ -270,6 +268,7 @@ def main(args: Args):
             losses, ratio, k3, removed = grpo_loss(  # (B, T) each
                 clipped_log_ratio, log_ratio, A, args.beta, args.epsilon
             )
+            run.check_shape("grpo_loss", losses, mask.shape)
             # summed over ranks: the mean over all completion tokens of the global batch
             ((losses * mask).sum() / completion_tokens).backward()
 
@@ -318,6 +317,7 @@ def load_data(args, tokenizer, eos_ids, grader) -> tuple[list, list]:
     held_out = []
     if args.eval_dataset:
         held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
+    run.hash_data(problems, held_out)  # before the ranks share the grading, they must have the same data
     problems = keep_gradable(grader, args.dataset, problems, args.prompts_per_step)
     if held_out:
         held_out = keep_gradable(grader, args.eval_dataset, held_out, 1)
@@ -325,31 +325,20 @@ def load_data(args, tokenizer, eos_ids, grader) -> tuple[list, list]:
 
 
 def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
-    """Reads and tokenizes a data set. Returns the groups of its rows.
-
-    Prints how many rows were skipped and why, and the last tokens of the first prompt and its completion, if
-    it has one. They show whether the chat template and the EOS token are right.
-    """
+    """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them."""
     groups = []
-    skipped = defaultdict(list)  # {reason: line numbers}
+    skipped = []  # [(line number, reason), ...]
     for number, row in run.read_rows(name, split):
         try:
             groups.append(encode_row(args, tokenizer, eos_ids, row))
         except utils.SkipRow as reason:
-            skipped[str(reason)].append(number)
+            skipped.append((number, reason))
         except Exception as error:  # an InputError, or a mistake in `encode_row`
             error.add_note(f"{name}, line {number}")
             raise
-    counts = [f"{name}: {len(groups)} rows"]
-    for reason, numbers in skipped.items():
-        counts.append(f"{len(numbers)} skipped, the first in line {numbers[0]}: {reason}")
-    summary = "; ".join(counts)
+    summary = f"{name}: {utils.summarize_groups(tokenizer, eos_ids, groups, skipped)}"
     if not groups:
         raise run.InputError(summary)
-    first = groups[0][0]
-    summary += f"; a prompt ends with {tokenizer.decode(first.prompt_ids[-8:])!r}"
-    if first.completion_ids:
-        summary += f", its completion with {tokenizer.decode(first.completion_ids[-8:])!r}"
     run.print_main(summary)
     return groups
 
@@ -360,15 +349,20 @@ def encode_row(args, tokenizer, eos_ids, row):
     Raises utils.SkipRow to skip the row, and run.InputError to end the run because the row is malformed.
     """
     utils.check_row(row)
-    utils.require_columns(row, "problem")
-    prompt = row["problem"]
+    prompt = row.get("problem")
+    if prompt is None:
+        prompt = row.get("question")  # GSM8K
+    if not isinstance(prompt, str):
+        raise run.InputError(f"no text in 'problem' or 'question', in the columns {', '.join(row)}")
     if args.system_prompt:
         system = {"role": "system", "content": args.system_prompt}
         prompt = [system, {"role": "user", "content": prompt}]
     prompt_ids, _ = utils.encode(tokenizer, eos_ids, prompt)
-    if not 0 < len(prompt_ids) <= min(args.max_prompt_length, args.max_length - 1):
-        raise utils.SkipRow("prompt empty, or longer than --max-prompt-length or --max-length")
-    return (utils.Example(prompt, prompt_ids, answer=gold_answer(row)),)
+    utils.check_prompt(args, prompt_ids)
+    # Some templates begin the answer. Their tag counts for the rewards of the format.
+    end = tokenizer.decode(prompt_ids[-8:])
+    opening = end[end.rindex("<think>") :] if end.rstrip().endswith("<think>") else ""
+    return (utils.Example(prompt, prompt_ids, answer=gold_answer(row), opening=opening),)
 
 
 def gold_answer(row) -> str:
@@ -379,10 +373,10 @@ def gold_answer(row) -> str:
     answer, solution = row.get("answer"), row.get("solution")
     if answer is None and isinstance(solution, str):
         return solution if "\\boxed" in solution else ""
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):  # a bool is an int, too
+        raise run.InputError("a problem needs an answer (a text or a number) or a solution (a text)")
     if isinstance(answer, float):  # str would write 0.00001 as 1e-05, which is not LaTeX
         return np.format_float_positional(answer, trim="-") if math.isfinite(answer) else ""
-    if isinstance(answer, bool) or not isinstance(answer, str | int):  # a bool is an int, too
-        raise run.InputError("a problem needs an answer (a text or a number) or a solution (a text)")
     return str(answer)
 
 
@@ -414,15 +408,14 @@ def load_models(args, device, longest: int):
         # Both models stay in eval mode, because dropout would make them differ at step 0.
         return shard_model(args, model, device).eval()
 
-    # Loaded in the dtype of the files, weights are memory-mapped pages that all ranks of a machine share. The
-    # policy is cast to fp32 only after sharding, so no rank converts the complete policy. The reference is
-    # loaded in its storage dtype, because a later cast to bf16 would also round its buffers (RoPE's
-    # frequencies).
+    # "auto" is the dtype of the files: the weights stay memory-mapped, and all ranks of a machine share them.
+    # The cast comes after sharding, so that each rank converts only its shards.
     policy = load("auto").to(torch.float32)
+    # Loaded in its storage dtype, because a cast to bf16 would also round its buffers (RoPE's frequencies).
     reference = load(utils.storage_dtype(args)).requires_grad_(False)
+    # Loading rounds some buffers (Gemma's embed_scale) to the dtype of loading, which may differ between the
+    # two models. Both must use the same values.
     for name, buffer in policy.named_buffers():
-        # Some buffers (Gemma's embed_scale) are rounded to the dtype in which the model was loaded. The
-        # policy takes the reference's, so that both use the same values.
         buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         for block in decoder_blocks(policy):
@@ -464,9 +457,11 @@ def shard_model(args, model, device):
         # By default FSDP2 leaves the root gathered after forward, for use in backward. The reference never
         # runs backward, so its next forward would still use the weights from before a sync.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
-        # FSDP must sum the gradients of the ranks, because the loss is already divided by the global batch.
+        # FSDP divides gradients by the number of ranks. The loss is already divided by the global batch, so
+        # the divisor must be 1.
         module.set_gradient_divide_factor(1.0)
-        # With a factor, FSDP2 would choose PREMUL_SUM, which gloo does not have. So a plain sum is forced.
+        # With a divisor of its own, even 1, FSDP2 reduces with PREMUL_SUM, which gloo does not have. This
+        # call makes it use a plain sum.
         module.set_force_sum_reduction_for_comms(True)
     return model
 
@@ -534,19 +529,31 @@ def evaluate(args, policy, sampler, grader, held_out: list[tuple]) -> Evaluation
 # cannot grade (`keep_gradable` asks with the answer "\\pi"). To add a reward, add it to `grade_groups`, and
 # its weight to WEIGHTS.
 #
-# math_verify gets one expression, which `extract_answer` finds; only of a text with formulas does it choose
-# the last formula itself. By default, math_verify looks for a part of a text that it can parse. It reads "4
-# or maybe 5" as 5, and a policy would learn to exploit this.
+# math_verify gets one expression, the one that `extract_answer` finds, as a box. Only if a text has formulas
+# and neither a box nor "the answer is", math_verify chooses the last formula. Left alone, it would look for a
+# part of a text that it can parse, and read "4 or maybe 5" as 5. A policy would learn to exploit this.
 
 WEIGHTS = {"accuracy": 8.0, "format": 1.0, "tag_count": 1.0}  # weights of the rewards (Table 2)
 TIME_LIMIT = 5.0  # CPU seconds for grading one answer
-# Words before an answer without a box: "The answer is 5", "Answer: 5", "A: 5" and "#### 5". Up to 30
-# characters of the same sentence may follow "answer": "The answer (in cm) is 5".
+# Words before an answer without a box: "The answer is 5", "Answer: 5", "A: 5" and "#### 5". "answer" may be
+# followed by up to 30 characters of the same sentence, then by " is", " are", a colon or a line break: "The
+# answer (in cm) is 5".
 ANSWER_IS = r"(?i:answer)[^.\n]{0,30}?(?: is| are|[:\n])|\bA:|####"
+# A number, maybe of dollars or with a unit, and words of a sentence that take back a result.
+NUMBER = r"(-?\$*\d[\d.,/]*)(?: [a-z]+)?"
+TAKES_BACK = r"(?i)\b(?:or|not|if|maybe|perhaps|either|neither|between|than|could|guess|wrong|incorrect)\b"
+# What two spellings of a formula may differ in: white space, braces, the size of fractions and parentheses.
+SPELLING = r"\s|[{}]|\\left|\\right|\\displaystyle|\\[!,; ]|(?<=\\)[dt](?=frac|binom)"
+# A formula with an operator or a function is a computation.
+COMPUTATION = r"[+*/^!]|[\w)}]\s*-|\\(?:times|cdot|div|[dt]?frac|sqrt|[dt]?binom|log|ln|a?r?c?(?:sin|cos|tan)"
+COMPUTATION += r"|sec|csc|cot|lceil|lfloor|sum|prod|int|lim|gcd|max|min|[bp]mod)"
+# Marks and units around a number.
+UNIT = r"\\[!,; ]|\\?\$|\\?%|\^?\{?\\circ\}?|\\text\{.*|(?<=\d),(?=\d{3})| ?[a-z]*$"
 # Parts of an answer that math_verify would misread, and what replaces them.
 REWRITES = {
-    # \(x = 5.\) -> $$x = 5$$. All formulas get the same marks, and lose a full stop at the end. A mark after
-    # another backslash is none: \$ is a currency, \\[ is a line break of a matrix.
+    # \(x = 5.\) -> $$x = 5$$. The mark \( \) \[ \] $ or $$ becomes $$. A full stop before it is removed.
+    # Without a full stop, the mark must not follow a backslash: \$ is a currency, \\[ is a line break of a
+    # matrix.
     r"(?:\.\s*|(?<!\\))(?:\\[()\[\]]|\$\$?)": "$$",
     # 24{,}000 -> 24000, and the same for 24\,000 and 24 000.
     r"(?<=\d)(?:,\\!|\\[,; ]|\{,\}| )(?=\d{3}(?!\d))": "",
@@ -557,7 +564,8 @@ REWRITES = {
     # no solution -> \text{no solution}. Otherwise the words would be products of letters.
     r"^[A-Za-z ]{3,}$": r"\\text{\g<0>}",
     # 5 \text{ or 4} -> 5 { or 4}. math_verify drops text after a number as its unit. Text with "or", "is" or
-    # "not" is no unit, and must stay.
+    # "not" before another word is no unit, and must stay. This undoes the rule above: "a or b" is the set of
+    # a and b.
     r"\\text(?=\{[^{}]*\b(?:or|is|isn't|not)\b[^{}]*\w)": "",
 }
 
@@ -571,8 +579,9 @@ def start_grader():
     from pebble import ProcessPool
 
     context = multiprocessing.get_context("forkserver")  # a fork would inherit threads of CUDA and gloo
-    # Every worker imports this script, because `grade` is in it. The fork server makes the slow imports once,
-    # before it forks workers. transformers imports lazily, so the module of AutoModelForCausalLM is named.
+    # Every worker imports this script, because `grade` is in it, and with it these modules, which takes
+    # seconds. The fork server imports them once, and workers inherit them. (transformers imports lazily, so
+    # the module of AutoModelForCausalLM is named.)
     context.set_forkserver_preload(["torch", "transformers.models.auto.modeling_auto", "math_verify"])
     cores = os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     workers = max(1, min(cores, 8))
@@ -587,22 +596,23 @@ def start_worker():
 
 
 def extract_answer(text: str) -> str:
-    """Returns the LaTeX of the answer in a text, for `parse_answer`.
+    """Returns the LaTeX of the answer in a text, in a box or, of a text with formulas, between "$$".
 
     If there is an <answer> tag, only the text in the last one counts. The answer is the first that exists of
         1. the content of the last box,
         2. the sentence after the last "answer is" (ANSWER_IS; also inside a box),
         3. the last formula, which math_verify finds by itself,
-        4. the complete text.
+        4. the result that the last sentence states (`stated_result`), or else the complete text.
     """
     from latex2sympy2_extended.math_normalization import extract_boxed_content
 
     text = text.rpartition("<answer>")[2].partition("</answer>")[0]
     before, box, after = text.rpartition("\\boxed")
     # Neighboring boxes are one answer: \boxed{4} or \boxed{5} -> 4,5. extract_boxed_content would also join
-    # boxes up to 70 characters apart. Therefore everything before the last box is removed, unless a brace,
-    # maybe that of another box, closes in the 9 characters before it.
-    if "}" not in before[-9:]:
+    # boxes up to 70 characters apart. Therefore everything before the last box is removed, unless a box may
+    # end right before it, as in "\boxed{4}$, and $\boxed{5}".
+    may_follow_box = "}" in before[-9:]
+    if not may_follow_box:
         text = box + after
     text = extract_boxed_content(text, "last")  # returns the text if it has no box
     *before, text = re.split(ANSWER_IS, text)
@@ -610,13 +620,38 @@ def extract_answer(text: str) -> str:
     if is_introduced:
         text = re.split(r"\.\s|\n\n", text.strip())[0]
     text = text.strip(" \n:*").rstrip(".*")  # ": **5.**" -> "5"
+    text = rewrite(text)
+    # A text with a formula (two marks) and without an introduction stays as it is, because math_verify takes
+    # only the last formula of it. Everything else becomes a box, of which math_verify parses all.
+    if is_introduced:
+        return f"\\boxed{{{text}}}"
+    if text.count("$$") < 2:
+        return f"\\boxed{{{stated_result(text)}}}"
+    return text
+
+
+def rewrite(text: str) -> str:
+    """Applies all REWRITES to a text."""
     for pattern, replacement in REWRITES.items():
         text = re.sub(pattern, replacement, text)
-    # math_verify parses all of a box, but only the last formula of a text. Only a text with a formula, which
-    # has two marks, and without an introduction is left to it.
-    if is_introduced or text.count("$$") < 2:
-        text = f"\\boxed{{{text}}}"
     return text
+
+
+def stated_result(text: str) -> str:
+    """Returns what the last sentence of a plain text states, if it states the result of a computation.
+
+    "17 + 25 is 42." and "So, 17 + 25 = 42." give "17 + 25 = 42", in which both sides will be compared with
+    the gold answer. "The sum is 42." gives "42". All other texts are returned unchanged.
+    """
+    sentence = re.split(r"(?<=[.!?])\s|\n", text.strip())[-1].strip(" .*!")
+    computation, *results = re.split(r"=|\b(?:is|are|equals)\b", sentence)
+    result = re.fullmatch(NUMBER, results[0].strip()) if len(results) == 1 else None
+    if not result or re.search(TAKES_BACK, sentence):
+        return text
+    words, numbers = re.match(r"(.*[A-Za-z]{2}[,:]?(?: |$))?(.*)", computation).groups()
+    if re.search(r"[A-Za-z]", numbers):  # an equation for an unknown number
+        return text
+    return f"{numbers} = {result[1]}" if numbers.strip() else result[1]
 
 
 @lru_cache  # the samples of a problem have the same gold answer
@@ -633,12 +668,77 @@ def parse_answer(text: str):
         return None
     # math_verify accepts [5] and \{5\} as 5, so lists and sets of one number get no value here. A bracket
     # before \begin is that of a matrix.
-    if re.match(r"(?:\[(?! *\\begin)|\\{)[^,]*$", str(found[-1])):
+    opening = r"\[(?! *\\begin)|\\\{"  # [ or \{
+    if re.match(rf"(?:{opening})[^,]*$", str(found[-1])):
         return None
     return found[0]
 
 
-def grade(gold: str, text: str) -> bool | None:
+def answer_formula(text: str) -> str:
+    """Returns the LaTeX of the answer in a text: the content of the box, or the last formula."""
+    latex = extract_answer(text)
+    return latex.split("$$")[-2] if "$$" in latex else latex[len("\\boxed{") : -1]
+
+
+def is_copied(gold: str, text: str, problem: str) -> bool:
+    """Returns whether the answer in a text stands in the problem, but is not the gold answer's text."""
+    same = {r"\times": "*", r"\cdot": "*"}
+    formulas = []
+    for formula in (gold, answer_formula(text), problem):
+        formula = re.sub(SPELLING, "", formula)
+        for sign, other in same.items():
+            formula = formula.replace(sign, other)
+        formulas.append(formula.strip(".+"))
+    gold, answer, problem = formulas
+    # In 17 + 25 = 42 only one side is copied, and in x = 17 + 25 the only one that is not a name.
+    sides = [side.strip(".+") for side in answer.split("=") if re.search(r"\d|\\", side)]
+    sides = [re.sub(r"^\((.*)\)$", r"\1", side) for side in sides]
+    copied = [re.search(rf"(?<![\d.]){re.escape(side)}(?!\.?\d)", problem) is not None for side in sides]
+    return answer != gold and bool(sides) and all(copied)
+
+
+def is_numeral(latex: str) -> bool:
+    """Returns whether an answer is one number, maybe with a unit, and no computation.
+
+    A fraction is one number if it is in lowest terms.
+    """
+    latex = re.sub(UNIT, "", latex).strip()
+    fraction = re.fullmatch(r"-?(?:\\[dt]?frac\{?(\d+?)\}?\{?(\d+)\}?|(\d+)/(\d+))", latex)
+    if fraction:
+        numbers = [int(number) for number in fraction.groups() if number]
+        return math.gcd(*numbers) == 1
+    return re.fullmatch(r"[-+]?\d*\.?\d+", latex) is not None
+
+
+def is_identical(gold_value, value) -> bool:
+    """Returns whether two numbers are equal and of the same kind. 0.75 and 3/4 are not, but 3.0 and 3 are."""
+    from sympy import Float, Integer
+
+    whole = [Integer(x) if isinstance(x, Float) and x == int(x) else x for x in (gold_value, value)]
+    return whole[0] == whole[1]
+
+
+def is_same_number(gold_value, value) -> bool:
+    """Returns whether two numbers that math_verify found equal are equal. It rounds to 6 decimals.
+
+    Rational numbers must be equal exactly, and others to 5 digits. The same holds for the numbers in tuples,
+    sets and intervals. Returns True for everything else.
+    """
+    from sympy import Expr, FiniteSet, Float, Interval, Tuple
+
+    if isinstance(gold_value, Tuple | FiniteSet | Interval) and type(gold_value) is type(value):
+        return all(is_same_number(*pair) for pair in zip(gold_value.args, value.args))
+    numbers = (gold_value, value)
+    if not all(isinstance(number, Expr) and number.is_number and number.is_real for number in numbers):
+        return True
+    if not gold_value.has(Float) and not value.has(Float):
+        gold_value, value = gold_value.doit(), value.doit()
+        if gold_value.is_Rational and value.is_Rational:
+            return gold_value == value
+    return abs(gold_value.evalf() - value.evalf()) <= 1e-5 * abs(gold_value.evalf())
+
+
+def grade(gold: str, text: str, problem: str) -> bool | None:
     """Returns whether the answer in a text equals the gold answer; None if the gold answer has no value.
 
     Runs in a worker.
@@ -646,26 +746,40 @@ def grade(gold: str, text: str) -> bool | None:
     from math_verify import verify
     from sympy import And, Eq
 
-    # At this limit, the kernel ends the worker. Python would run a handler only after the current operation,
-    # which may be an endless multiplication. CPU time keeps the verdicts independent of the machine's load.
-    # The timer is not stopped: the next call sets it again, and an idle worker uses no CPU time.
+    # After TIME_LIMIT seconds of CPU time, the signal SIGPROF ends this worker. It has no handler, because
+    # Python would run one only after the current operation, which may be an endless multiplication. CPU time
+    # makes the verdict independent of the machine's load. The next call sets the timer again.
     signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT)
     gold_value, value = parse_answer(gold), parse_answer(text)
     if gold_value is None:
         return None
-    # If the answer is an equation but the gold answer is not, every side must equal the gold answer. Names
-    # like x and f(2) are exempt. For example, x = 4 = 5 (for sympy: x = 4 and 4 = 5) is neither 4 nor 5.
+    # A computation or a number that was copied from the problem is no answer, unless the gold answer is the
+    # same text. But the same number with another unit or mark may stand in the problem, too: 90^\circ for 90.
+    formula = answer_formula(text)
+    if is_numeral(formula):
+        may_be_copy = not is_identical(gold_value, value)
+    else:
+        may_be_copy = re.search(COMPUTATION, formula) is not None
+    if may_be_copy and is_copied(gold, text, problem):
+        return False
+    # 10_2 is another number than 10, but math_verify drops the base.
+    bases = [re.findall(r"\d_\{?(\d+)", answer) for answer in (gold, extract_answer(text))]
+    if bases[1] and bases[0] != bases[1]:
+        return False
+    # math_verify would compare one side of an equation alone. If the gold answer is no equation, every side
+    # must equal it, except names like x and f(2). So x = 4 is 4, and x = 4 = 5 (for sympy: x = 4 and 4 = 5)
+    # is neither 4 nor 5.
     values = [value]
     if isinstance(value, And | Eq) and not isinstance(gold_value, Eq):
         sides = [side for equation in value.atoms(Eq) for side in equation.args]
         sides = [side for side in sides if not (side.is_Symbol or side.is_Function)]
         values = sides or [value]  # x = y has only names, and 0 ≤ x < 1 no equation
     options = dict(allow_set_relation_comp=True, timeout_seconds=None)  # 0 ≤ x < 1 equals [0, 1)
-    return all(verify(gold_value, each, **options) for each in values)
+    return all(verify(gold_value, each, **options) and is_same_number(gold_value, each) for each in values)
 
 
 def grade_all(grader, jobs: list[tuple]) -> list:
-    """Returns the verdict of `grade` for every (gold answer, text). The ranks share the work.
+    """Returns the verdict of `grade` for every (gold answer, text, problem). The ranks share the work.
 
     The verdict is also None if the worker reached a limit or crashed.
     """
@@ -693,7 +807,7 @@ def keep_gradable(grader, name: str, groups: list[tuple], minimum: int) -> list[
     golds = [group[0].answer for group in groups]
     # Every gold answer is compared with a dummy answer, π, only to see whether there is a verdict within the
     # limits. Compared with itself, a gold answer could be found equal without being computed.
-    verdicts = grade_all(grader, [(gold, "\\pi") for gold in golds])
+    verdicts = grade_all(grader, [(gold, "\\pi", "") for gold in golds])
     kept = [group for group, verdict in zip(groups, verdicts) if verdict is not None]
     dropped = [gold for gold, verdict in zip(golds, verdicts) if verdict is None]
     summary = f"{name}: {len(kept)} of {len(groups)} gold answers can be graded"
@@ -726,12 +840,12 @@ def grade_groups(grader, groups: list):
         which count as wrong.
     """
     samples = [sample for group in groups for sample in group]
-    verdicts = grade_all(grader, [(sample.answer, sample.text) for sample in samples])
-    correct = [verdict is True for verdict in verdicts]
+    verdicts = grade_all(grader, [(sample.answer, sample.text, sample.question) for sample in samples])
+    correct = [bool(verdict) for verdict in verdicts]
     rewards = {
         "accuracy": correct,
-        "format": [format_reward(sample.text) for sample in samples],
-        "tag_count": [tag_count_reward(sample.text) for sample in samples],
+        "format": [format_reward(sample.opening + sample.text) for sample in samples],
+        "tag_count": [tag_count_reward(sample.opening + sample.text) for sample in samples],
     }
     rewards = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in rewards.items()}
     totals = sum(WEIGHTS[name] * numbers for name, numbers in rewards.items()).tolist()
@@ -764,7 +878,10 @@ def grpo_metrics(losses, ratio, k3, removed):
 
 
 def clipping_metrics(args, log_ratio):
-    """Returns for each token whether it is beyond a bound, also if nothing is clipped, and |log-ratio|."""
+    """Returns for each token whether its log-ratio is beyond a bound, and |log-ratio|.
+
+    With --no-humanline, which clips nothing, tokens beyond a bound are counted all the same.
+    """
     return {
         "humanline/clipped_low": (log_ratio < args.log_epsilon_P).double(),
         "humanline/clipped_high": (log_ratio > args.log_epsilon_R).double(),

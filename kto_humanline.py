@@ -20,11 +20,10 @@ Main differences from the authors' code (docs/kto.md; docs/dpo.md, section 8):
 
 Notation: B sequences of T tokens; log-probs in nats; a mask is 1 at completion tokens and 0 elsewhere. An
 Example is a prompt with at most one completion. A group is a tuple of Examples of one prompt that stay in one
-step: here one labelled Example, a pair (desirable, undesirable), or (prompt,) in data for online training.
+step: here one labelled Example, a pair (desirable, undesirable), or (prompt,) for a row without completions.
 """
 
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -102,8 +101,8 @@ class Args:
     seed: int = 1  # seed of data order and sampling
     output_dir: str = ""  # run folder; empty: runs/<script>__<seed>__<time>
     resume: str = ""  # run folder to resume; flags given with it override the run's settings
-    checkpoint_every: int = 100  # steps between checkpoints; 0: a checkpoint only after a signal
-    keep_checkpoints: int = 2  # number of checkpoints that stay, the newest; 0: all
+    checkpoint_every: int = 100  # steps between checkpoints, with one at the end; 0: only after a signal
+    keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     eval_every: int = 0  # steps between evaluations; 0: only before and after training
     eval_samples: int = 256  # held-out rows whose prompts are sampled, from the first on; 0: none
 
@@ -118,8 +117,9 @@ PAPER = {
 }
 FOLDER = Path(__file__).resolve().parent / "toy" / "tales"
 # Settings of the toy, which replace the defaults above. They were chosen for a tiny model and completions of
-# about 20 tokens. The sum of so few log-ratios is small, so β is ten times the paper's. With k = 16 KTO
-# reached its target sooner and fell again (paper/studies.md).
+# about 20 tokens. The sum of so few log-ratios is small, so β is ten times the paper's. With k = 16 and lr
+# 1e-3, which won its tuning narrowly, the reward rose sooner than here and fell again (paper/studies.md,
+# `time` and `parity`).
 TOY = dict(
     model=f"{FOLDER}/policy",
     reward_model=f"{FOLDER}/reward_model",
@@ -143,10 +143,8 @@ def kto_loss(log_ratio, mask, desirable, z_0: float, beta: float, lambda_D: floa
     """Computes equation 7, λ (1 - σ(margin)), with the margin β (r - z_0) or, if undesirable, β (z_0 - r).
 
     Args:
-        log_ratio: (B, T) token log π_θ/π_ref in nats, after humanline clipping; r is its sum over t.
-        mask: (B, T), 1 at completion tokens.
-        desirable: (B,) bool.
-        z_0: the reference point in nats.
+        log_ratio: (B, T) token log π_θ/π_ref in nats, in training after humanline clipping; r is its sum over
+        t. mask: (B, T), 1 at completion tokens. desirable: (B,) bool. z_0: the reference point in nats.
 
     Returns:
         The losses of the examples, the rewards β r and the margins, (B,) each. All but the losses are
@@ -181,7 +179,8 @@ def reference_point(args, policy, reference, mismatched: list[utils.Example]) ->
     """Computes the reference point of the global batch, in nats.
 
     z_0 = max(0, mean over the mismatched sequences of Σ_t log_ratio), with log-ratios clipped as in the loss
-    and without gradient.
+    and without gradient. The ranks share the forward passes, and every rank gets all log-probs (on the CPU,
+    in float64), so z_0 is the same on every rank.
     """
     logps, mask = utils.completion_logps(policy, mismatched, args.micro_batch_tokens)  # (B, T) each
     ref_logps, _ = utils.completion_logps(reference, mismatched, args.micro_batch_tokens)  # (B, T)
@@ -202,8 +201,9 @@ def mismatch(batch: list[tuple], max_length: int) -> list[utils.Example]:
         others = [other for other in following if other[0].prompt_ids != group[0].prompt_ids]
         if not others:
             raise run.InputError("the batch has one prompt, but z_0 needs two: raise --batch-size")
-        for example, other in zip(group, others[0]):
-            mixed = example._replace(completion_ids=other.completion_ids)
+        next_group = others[0]
+        for example, next_example in zip(group, next_group):
+            mixed = example._replace(completion_ids=next_example.completion_ids)
             mismatched.append(mixed.truncate(max_length))
     return mismatched
 
@@ -212,10 +212,9 @@ def mismatch(batch: list[tuple], max_length: int) -> list[utils.Example]:
 def main(args: Args):
     rank, world, device = run.setup(args, args.batch_size)  # also replaces --dtype auto in args
 
-    # The data is read before the models, so that errors in it appear within seconds.
+    # The data is read before the models, so that errors in it appear before minutes of loading.
     tokenizer, eos_ids = utils.load_tokenizer(args)
-    groups, held_out, group_size = load_data(args, tokenizer, eos_ids)
-    groups_per_step = args.batch_size // group_size
+    groups, held_out, groups_per_step = load_data(args, tokenizer, eos_ids)
     data_hash = run.hash_data(groups, held_out)  # ends the run if ranks have read different data
     longest = utils.longest_sequence(args, groups + held_out)  # tokens, in training and sampling
     policy, reference = load_models(args, device, longest)
@@ -236,7 +235,8 @@ def main(args: Args):
     before = evaluate(args, policy, sampler, held_out)
     # A new run has no checkpoint and starts at step 0.
     progress = run.load_checkpoint(output_dir, policy, reference, optimizer, data_hash)
-    run.save_args(args, output_dir, __file__)  # after the load, so that a failed resume changes nothing
+    # after the load, so that a failed resume leaves args.json as it was
+    run.save_args(args, output_dir, __file__)
     log = run.Log(args, output_dir, progress.step, before)
     signals = run.Signals()  # in the loop, SIGINT and SIGTERM end the run after the current step
 
@@ -284,6 +284,7 @@ def main(args: Args):
             losses, rewards, margins = kto_loss(  # (B,) each
                 clipped_log_ratio, mask, desirable, z_0, args.beta, args.lambda_D, args.lambda_U
             )
+            run.check_shape("kto_loss", losses, (len(indices),))
             (losses.sum() / args.batch_size).backward()  # summed over ranks: the mean over the global batch
 
             means.add({"loss": losses, "rewards/accuracies": utils.above(margins, 0)})
@@ -331,55 +332,45 @@ def load_data(args, tokenizer, eos_ids) -> tuple[list, list, int]:
     """Reads --dataset and --eval-dataset.
 
     Returns:
-        The groups of both ([] without --eval-dataset), and the number of examples that a group adds to a
-        step: 1 for a labelled example, else 2. A pair stays in one step, as in DPO. Online, a prompt becomes
-        a pair.
+        The groups of both ([] without --eval-dataset), and the number of groups in a step. A pair is two of
+        the examples of --batch-size, and both stay in one step, as in DPO.
     """
     groups = load_groups(args, tokenizer, eos_ids, args.dataset, args.dataset_split)
     held_out = []
     if args.eval_dataset:
         held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
-    group_size = 2 if args.online else len(groups[0])
+    group_size = 2 if args.online else len(groups[0])  # online, each prompt becomes a pair
     if not args.online and any(len(group) != group_size or not group[0].completion_ids for group in groups):
         raise run.InputError(
             f"--dataset {args.dataset}: rows must be all pairs or all labelled; prompts alone need --online"
         )
+    if len({tuple(group[0].prompt_ids) for group in groups}) == 1:
+        raise run.InputError(f"--dataset {args.dataset}: all rows have one prompt, but z_0 needs two")
     if args.batch_size % group_size:
         raise run.InputError(f"--batch-size {args.batch_size} is odd, but pairs are two examples each")
-    needed = args.batch_size // group_size
-    if not args.online and len(groups) < needed:
+    groups_per_step = args.batch_size // group_size
+    if not args.online and len(groups) < groups_per_step:
         raise run.InputError(
-            f"--dataset {args.dataset}: {len(groups)} rows, but a step needs {needed} (--batch-size)"
+            f"--dataset {args.dataset}: {len(groups)} rows, but a step needs {groups_per_step} (--batch-size)"
         )
-    return groups, held_out, group_size
+    return groups, held_out, groups_per_step
 
 
 def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
-    """Reads and tokenizes a data set. Returns the groups of its rows.
-
-    Prints how many rows were skipped and why, and the last tokens of the first prompt and its completion, if
-    it has one. They show whether the chat template and the EOS token are right.
-    """
+    """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them."""
     groups = []
-    skipped = defaultdict(list)  # {reason: line numbers}
+    skipped = []  # [(line number, reason), ...]
     for number, row in run.read_rows(name, split):
         try:
             groups.append(encode_row(args, tokenizer, eos_ids, row))
         except utils.SkipRow as reason:
-            skipped[str(reason)].append(number)
+            skipped.append((number, reason))
         except Exception as error:  # an InputError, or a mistake in `encode_row`
             error.add_note(f"{name}, line {number}")
             raise
-    counts = [f"{name}: {len(groups)} rows"]
-    for reason, numbers in skipped.items():
-        counts.append(f"{len(numbers)} skipped, the first in line {numbers[0]}: {reason}")
-    summary = "; ".join(counts)
+    summary = f"{name}: {utils.summarize_groups(tokenizer, eos_ids, groups, skipped)}"
     if not groups:
         raise run.InputError(summary)
-    first = groups[0][0]
-    summary += f"; a prompt ends with {tokenizer.decode(first.prompt_ids[-8:])!r}"
-    if first.completion_ids:
-        summary += f", its completion with {tokenizer.decode(first.completion_ids[-8:])!r}"
     run.print_main(summary)
     return groups
 
@@ -390,7 +381,7 @@ def encode_row(args, tokenizer, eos_ids, row):
     Raises utils.SkipRow to skip the row, and run.InputError to end the run because the row is malformed.
     """
     utils.check_row(row)  # refuses rows with a column such as "system", which no script reads
-    if "label" in row:
+    if row.get("label") is not None or row.get("completion") is not None:
         utils.require_columns(row, "prompt", "completion")
         if row["label"] not in (0, 1):  # false and true are 0 and 1
             raise run.InputError("label must be true or false")
@@ -424,11 +415,12 @@ def read_pair(row):
         turns = utils.as_messages(chosen[:-1])  # the messages before the last one
         if utils.as_messages(rejected[:-1]) != turns:
             raise run.InputError("chosen and rejected must differ only in their last message")
-        if turns and prompt is not None:  # form 3 or 4
+        if turns and prompt is not None:
             texts = [message["content"] for message in turns]
-            if prompt not in texts and utils.as_messages(prompt) != turns:
+            in_form_4 = prompt in texts
+            if not in_form_4 and utils.as_messages(prompt) != turns:  # nor in form 3
                 raise run.InputError("chosen and rejected do not begin with the prompt")
-        prompt = turns or prompt
+        prompt = turns or prompt  # form 2 has no turns
         chosen = chosen[-1:]  # now in form 2
         rejected = rejected[-1:]
     if prompt is None:
@@ -443,12 +435,14 @@ def read_pair(row):
 def encode_group(args, tokenizer, eos_ids, prompt, completions):
     """Returns one Example for each completion; if there are none, one Example with the prompt alone."""
     prompt_ids, all_completion_ids = utils.encode(tokenizer, eos_ids, prompt, completions)
-    if not 0 < len(prompt_ids) <= min(args.max_prompt_length, args.max_length - 1):
-        raise utils.SkipRow("prompt empty, or longer than --max-prompt-length or --max-length")
+    utils.check_prompt(args, prompt_ids)
     if not completions:
         return (utils.Example(prompt, prompt_ids),)
     examples = [utils.Example(prompt, prompt_ids, ids) for ids in all_completion_ids]
-    return tuple(example.truncate(args.max_length) for example in examples)
+    examples = [example.truncate(args.max_length) for example in examples]
+    if len(examples) == 2 and examples[0] == examples[1]:
+        raise utils.SkipRow("both completions are equal, maybe because they were truncated")
+    return tuple(examples)
 
 
 def draw_batch(groups, number: int, size: int, seed: int):
@@ -479,15 +473,14 @@ def load_models(args, device, longest: int):
         # Both models stay in eval mode, because dropout would make them differ at step 0.
         return shard_model(args, model, device).eval()
 
-    # Loaded in the dtype of the files, weights are memory-mapped pages that all ranks of a machine share. The
-    # policy is cast to fp32 only after sharding, so no rank converts the complete policy. The reference is
-    # loaded in its storage dtype, because a later cast to bf16 would also round its buffers (RoPE's
-    # frequencies).
+    # "auto" is the dtype of the files: the weights stay memory-mapped, and all ranks of a machine share them.
+    # The cast comes after sharding, so that each rank converts only its shards.
     policy = load("auto").to(torch.float32)
+    # Loaded in its storage dtype, because a cast to bf16 would also round its buffers (RoPE's frequencies).
     reference = load(utils.storage_dtype(args)).requires_grad_(False)
+    # Loading rounds some buffers (Gemma's embed_scale) to the dtype of loading, which may differ between the
+    # two models. Both must use the same values.
     for name, buffer in policy.named_buffers():
-        # Some buffers (Gemma's embed_scale) are rounded to the dtype in which the model was loaded. The
-        # policy takes the reference's, so that both use the same values.
         buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         for block in decoder_blocks(policy):
@@ -529,9 +522,11 @@ def shard_model(args, model, device):
         # By default FSDP2 leaves the root gathered after forward, for use in backward. The reference never
         # runs backward, so its next forward would still use the weights from before a sync.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
-        # FSDP must sum the gradients of the ranks, because the loss is already divided by the global batch.
+        # FSDP divides gradients by the number of ranks. The loss is already divided by the global batch, so
+        # the divisor must be 1.
         module.set_gradient_divide_factor(1.0)
-        # With a factor, FSDP2 would choose PREMUL_SUM, which gloo does not have. So a plain sum is forced.
+        # With a divisor of its own, even 1, FSDP2 reduces with PREMUL_SUM, which gloo does not have. This
+        # call makes it use a plain sum.
         module.set_force_sum_reduction_for_comms(True)
     return model
 
@@ -566,7 +561,8 @@ def sample_round(args, sampler, policy, groups: list[tuple], number: int):
             pairs.append((best._replace(desirable=True), worst._replace(desirable=False)))
     if not pairs:
         raise run.InputError(
-            f"round {number}: no prompt's rewards differ; raise --temperature or lower --reward-threshold"
+            f"round {number}: no prompt's rewards differ enough: "
+            "raise --temperature or lower --reward-threshold"
         )
     metrics["rollout/round"] = number
     metrics["rollout/filtered"] = 1 - len(pairs) / len(prompts)
@@ -576,7 +572,7 @@ def sample_round(args, sampler, policy, groups: list[tuple], number: int):
 def best_and_worst(samples: list[utils.Example], threshold: float):
     """Returns the samples with the highest and the lowest reward, or () if these are too close.
 
-    They are too close if they are equal, also with a τ of 0, or differ by less than τ.
+    They are too close if they differ by less than τ, or if they are equal (which matters for a τ of 0).
     """
     best = max(samples, key=lambda sample: sample.reward)
     worst = min(samples, key=lambda sample: sample.reward)
@@ -595,9 +591,10 @@ class Evaluation(NamedTuple):
 def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Evaluation:
     """Evaluates the policy on held-out examples and on samples for the prompts of the first rows.
 
-    The examples give the loss with z_0 = 0 and without humanline clipping, where the reference is the initial
-    policy. The samples give their length, whether they finished and, if there is a reward model, their reward
-    and the win rate over the initial policy's samples.
+    The examples give the loss without humanline clipping, where the reference is the initial policy. There
+    z_0 is 0, because an estimate would make the value of an example depend on the other examples. The samples
+    give their length, whether they finished and, if there is a reward model, their reward and the win rate
+    over the initial policy's samples.
 
     Args:
         initial: the evaluation of the initial policy, or None when this is that evaluation.
@@ -623,7 +620,10 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
 
 # === Metrics ===
 def clipping_metrics(args, log_ratio):
-    """Returns for each token whether it is beyond a bound, also if nothing is clipped, and |log-ratio|."""
+    """Returns for each token whether its log-ratio is beyond a bound, and |log-ratio|.
+
+    With --no-humanline, which clips nothing, tokens beyond a bound are counted all the same.
+    """
     return {
         "humanline/clipped_low": (log_ratio < args.log_epsilon_P).double(),
         "humanline/clipped_high": (log_ratio > args.log_epsilon_R).double(),

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
+import pyarrow
 import pyarrow.parquet
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ from tqdm import tqdm
 
 
 def is_main() -> bool:
-    """Returns whether this is rank 0, the only rank that prints and writes logs."""
+    """Returns whether this is rank 0, the only rank that writes logs, and that prints anything but errors."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -74,7 +75,9 @@ def exit_on_input_error():
         message = ": ".join([*getattr(error, "__notes__", []), str(error)])
         tqdm.write(f"error: {message}", file=sys.stderr)  # clears the progress bar first
         if dist.is_initialized() and dist.get_backend() == "gloo":
-            dist.destroy_process_group()  # otherwise gloo's threads abort the process when it exits
+            # Otherwise gloo's threads abort the process when it exits. (With NCCL this was not tried: its
+            # shutdown may wait for ranks that are still in a collective.)
+            dist.destroy_process_group()
         raise SystemExit(1) from None
 
 
@@ -144,6 +147,7 @@ def parse_args(
         source = f"the settings of {given.resume}"
         default = load_args(Args, Path(given.resume), file)
     elif given.model:
+        # {} for grpo_math: the defaults of its Args are the paper's settings.
         settings = paper.get((online, given.humanline), {})
         variant = ("online" if online else "offline") + (" + humanline" if given.humanline else "")
         values = ", ".join(f"{name} {value}" for name, value in settings.items())
@@ -156,11 +160,24 @@ def parse_args(
         default = Args(**toy)
     # --help shows this description.
     args = tyro.cli(Args, args=flags, default=default, description=f"{doc}\nThe defaults below are {source}.")
+    if given.resume:
+        for name in ORDER & vars(args).keys():
+            was_in_effect = name != "round_prompts" or default.online
+            if was_in_effect and getattr(args, name) != getattr(default, name):
+                raise InputError(
+                    f"--{name.replace('_', '-')} cannot be changed by --resume: "
+                    "rows would be skipped or repeated"
+                )
     print_main(f"{source}; flags: {shlex.join(flags)}")
     return args
 
 
-# Numbers of all four scripts that must be positive. Every other number must be at least 0.
+# Flags that decide which rows a step trains on.
+ORDER = {"batch_size", "group_size", "prompts_per_step", "round_prompts", "seed"}
+
+
+# Ranges of all four scripts' numbers. Those in POSITIVE must be positive, and those in AT_MOST_1 at most 1.
+# `check_flags` names three exceptions. Every other number must be at least 0.
 POSITIVE = {
     "log_epsilon_R",
     "batch_size",
@@ -176,6 +193,7 @@ POSITIVE = {
     "vllm_tensor_parallel",
     "eval_samples_per_problem",
 }
+MAY_BE_INFINITE = {"log_epsilon_P", "log_epsilon_R", "epsilon", "max_grad_norm", "reward_threshold"}
 AT_MOST_1 = {"top_p", "warmup_fraction", "vllm_memory"}
 
 
@@ -189,7 +207,7 @@ def check_flags(args, batch_size: int):
             continue
         if name == "log_epsilon_P":  # the lower bound; the upper one, log_epsilon_R, must be positive
             valid = value < 0
-        elif name in ("group_size", "samples_per_prompt"):  # with one sample, every advantage would be 0
+        elif name in ("group_size", "samples_per_prompt"):  # one sample has no advantage, and makes no pair
             valid = value >= 2
         elif name in POSITIVE:
             valid = value > 0
@@ -197,6 +215,8 @@ def check_flags(args, batch_size: int):
             valid = value >= 0
         if name in AT_MOST_1:
             valid = valid and value <= 1
+        if name not in MAY_BE_INFINITE:
+            valid = valid and math.isfinite(value)
         if not valid:  # also if it is nan
             raise InputError(f"--{name.replace('_', '-')} {value} is out of range")
     if args.engine == "vllm" and not find_spec("vllm"):
@@ -263,7 +283,8 @@ def setup(args, batch_size: int):
         device = torch.device("cpu")
         backend = "gloo"
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(1)  # torchrun's default, so that results are the same without torchrun
+            # as torchrun does for several ranks, so that one process gives the same results
+            torch.set_num_threads(1)
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:  # not started by torchrun: a process group of one rank needs no address
@@ -319,25 +340,55 @@ class Signals:
 # `encode_row` in the script.
 
 
+class Row(dict):
+    """A row that records which of its columns were read, by row[column] or row.get(column)."""
+
+    def __init__(self, values: dict):
+        super().__init__(values)
+        self.read = set()
+
+    def __getitem__(self, column: str):
+        self.read.add(column)
+        return super().__getitem__(column)
+
+    def get(self, column: str, default=None):
+        return self[column] if column in self else default
+
+
 def read_rows(name: str, split: str):
     """Yields (number, row) of a .jsonl, .jsonl.gz or .parquet file, or of a Hub data set.
 
-    Numbers count from 1 the lines of a .jsonl file, or else the rows.
+    Numbers count from 1 the lines of a .jsonl file, or else the rows. At the end, the columns that were never
+    read are printed.
 
     split: the split of a Hub data set; files have none.
     """
+    columns = {}  # {column: whether it was read}
+    for number, values in load_rows(name, split):
+        row = Row(values) if isinstance(values, dict) else values  # utils.check_row refuses what is no dict
+        yield number, row
+        for column in row:
+            columns[column] = columns.get(column, False) or column in row.read
+    unread = [column for column, was_read in columns.items() if not was_read]
+    if unread:
+        print_main(f"{name}: columns that are not read: {', '.join(unread)}")
+
+
+def load_rows(name: str, split: str):
+    """Yields (number, row) for `read_rows`, each row as a plain object."""
     if name.endswith((".jsonl", ".jsonl.gz")):
         open_file = gzip.open if name.endswith(".gz") else open
-        with library_errors(name), open_file(name, "rt", encoding="utf-8") as file:
+        with library_errors(name), open_file(name, "rt", encoding="utf-8-sig") as file:
             lines = file.readlines()
         for number, line in enumerate(lines, 1):
             if line.strip():
                 with library_errors(f"{name}, line {number}"):
-                    row = json.loads(line)
-                yield number, row
+                    values = json.loads(line, object_pairs_hook=unique_keys)
+                yield number, values
     elif name.endswith(".parquet"):
         with library_errors(name):
-            rows = pyarrow.parquet.read_table(name).to_pylist()
+            table = pyarrow.parquet.read_table(name)
+            rows = [decode_json(values, table.schema) for values in table.to_pylist()]
         yield from enumerate(rows, 1)
     else:
         import datasets  # not at the top of the file, because the import takes a second
@@ -347,8 +398,28 @@ def read_rows(name: str, split: str):
         yield from enumerate(rows, 1)
 
 
+def unique_keys(pairs: list[tuple]) -> dict:
+    """Makes the object of a JSON text. Raises ValueError if a key occurs twice: json would take the last."""
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError(f"a key occurs twice among {[key for key, _ in pairs]}")
+    return dict(pairs)
+
+
+def decode_json(value, kind):
+    """Decodes the parts of a value that a parquet file stores as JSON. `kind` is its Arrow type or schema."""
+    if value is None:
+        return None
+    if isinstance(kind, pyarrow.JsonType):
+        return json.loads(value)
+    if isinstance(kind, pyarrow.Schema | pyarrow.StructType):
+        return {field.name: decode_json(value[field.name], field.type) for field in kind}
+    if isinstance(kind, pyarrow.ListType | pyarrow.LargeListType):
+        return [decode_json(part, kind.value_type) for part in value]
+    return value
+
+
 # === Folder and checkpoints ===
-# The run's folder, which one process at a time may use, and its checkpoints, from which a run resumes bit for
+# The run's folder, which one run at a time may use, and its checkpoints, from which a run resumes bit for
 # bit. What a new algorithm carries from step to step belongs in `Progress` if it is numbers, texts or lists,
 # because `Progress` is saved as JSON. Tensors belong in `training_state`.
 
@@ -385,11 +456,16 @@ def open_folder(args, file: str) -> Path:
         with library_errors(f"{folder} (does another process use it?)"):
             lock.acquire()
             marker.touch()
-        atexit.register(lock.release)  # this reference also keeps the lock from releasing itself
+        # filelock releases a lock to which nothing refers. atexit refers to it until the process ends.
+        atexit.register(lock.release)
         shutil.rmtree(folder / "checkpoints/unfinished", ignore_errors=True)  # left by a killed run
     dist.barrier()
-    question = f"whether --output-dir {folder} is on a disk that all machines see"
-    check_ranks_agree({question: marker.exists()})
+    seen = gather(marker.exists())  # rank 0 removes the file only after every rank has looked
+    if not all(seen):
+        rank = seen.index(False)
+        raise InputError(
+            f"--output-dir {folder} is not on a disk that all machines see (rank {rank} does not)"
+        )
     if is_main():
         marker.unlink()
     return folder
@@ -397,12 +473,16 @@ def open_folder(args, file: str) -> Path:
 
 def find_checkpoints(folder: Path) -> list[Path]:
     """Returns all checkpoints of a run, newest first."""
-    found = [path for path in folder.glob("checkpoints/step-*") if path.name[5:].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+    steps = {path: path.name.removeprefix("step-") for path in folder.glob("checkpoints/step-*")}
+    found = [path for path, step in steps.items() if step.isdecimal()]  # no copies such as "step-2 copy"
+    return sorted(found, key=lambda path: int(steps[path]), reverse=True)
 
 
 def training_state(policy, reference, optimizer):
-    """Returns the sharded tensors of a checkpoint, by name."""
+    """Returns the sharded tensors of a checkpoint, by name.
+
+    If the optimizer has made no step, get_optimizer_state_dict first creates its moments, as zeros.
+    """
     return {
         "policy": policy.state_dict(),
         "optimizer": dcp_state.get_optimizer_state_dict(policy, optimizer),
@@ -425,18 +505,22 @@ def save_checkpoint(args, folder: Path, policy, reference, optimizer, progress: 
     # The folder gets its name only when it is complete, so a run that is killed here leaves no partial
     # checkpoint.
     unfinished = checkpoint.with_name("unfinished")
+    state = training_state(policy, reference, optimizer)
+    text = json.dumps(vars(progress))
     with library_errors(f"{checkpoint} could not be written"):
-        dcp.save(training_state(policy, reference, optimizer), checkpoint_id=unfinished)
+        dcp.save(state, checkpoint_id=unfinished)
         if is_main():
-            (unfinished / "progress.json").write_text(json.dumps(vars(progress)))
+            (unfinished / "progress.json").write_text(text)
             shutil.rmtree(checkpoint, ignore_errors=True)  # a damaged checkpoint of this step
             unfinished.rename(checkpoint)
     if is_main() and args.keep_checkpoints:
-        # `load_checkpoint` may have skipped damaged checkpoints of later steps. They do not count.
+        # Checkpoints of later steps are damaged: `load_checkpoint` skipped them. If they counted among the
+        # newest, this complete one could be removed.
         checkpoints = find_checkpoints(folder)
-        newest = checkpoints.index(checkpoint)
-        for old in checkpoints[newest + args.keep_checkpoints :]:
+        up_to_now = checkpoints[checkpoints.index(checkpoint) :]
+        for old in up_to_now[args.keep_checkpoints :]:
             shutil.rmtree(old, ignore_errors=True)
+    # Without this, a rank that exits after a signal could make torchrun end rank 0 before the renaming.
     dist.barrier()
 
 
@@ -444,7 +528,7 @@ def exit_after_signal(signal_number: int, folder: Path, step: int):
     """Ends the process after a signal, with the exit status that a shell expects."""
     print_main(f"\nstopped after {step} steps; to resume: --resume {folder}")
     print_main("(ignore torchrun's traceback)")
-    # Not sys.exit, which would wait for the threads of engines and graders, possibly forever.
+    # Not sys.exit, which would wait for the threads of grpo_math's grader.
     os._exit(128 + signal_number)
 
 
@@ -470,8 +554,7 @@ def load_checkpoint(folder: Path, policy, reference, optimizer, data_hash: str) 
         The progress of the run. For a new run, it is that of step 0.
     """
     checkpoints = find_checkpoints(folder)
-    has_steps = (folder / "metrics.jsonl").exists()  # an earlier process has trained here
-    # The ranks meet here, so rank 0 writes metrics.jsonl only after every rank has looked for it.
+    # All ranks must resume from the same checkpoint.
     check_ranks_agree({"the list of checkpoints": [checkpoint.name for checkpoint in checkpoints]})
     for checkpoint in checkpoints:
         try:
@@ -479,13 +562,13 @@ def load_checkpoint(folder: Path, policy, reference, optimizer, data_hash: str) 
         except InputError:
             raise
         except (Exception, dcp.CheckpointException) as error:  # reading a damaged file can raise anything
-            print_main(f"skipped {checkpoint} (damaged: {type(failure(error)).__name__})")
+            print_main(f"skipped {checkpoint} (damaged: {failure(error)!r:.200})")
             continue
         if progress.data_hash != data_hash:
             raise InputError("--resume: --dataset or its tokens have changed since the checkpoint")
         print_main(f"{progress.step} steps are done: resumes from {checkpoint}")
         return progress
-    if has_steps:
+    if (folder / "metrics.jsonl").exists():  # an earlier process has trained here
         raise InputError(f"--resume {folder}: it has no complete checkpoint; start over in another folder")
     return Progress(data_hash)
 
@@ -497,17 +580,18 @@ def restore(checkpoint: Path, policy, reference, optimizer) -> Progress:
     progress = Progress(**json.loads((checkpoint / "progress.json").read_text()))
     for i, group in enumerate(progress.pool):  # JSON has turned all tuples into lists
         progress.pool[i] = tuple(Example(*fields) for fields in group)
-    # AdamW's settings from the flags, because set_optimizer_state_dict replaces them by the checkpoint's.
-    settings = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     state = training_state(policy, reference, optimizer)
     saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     # allow_partial_load, below, would silently keep a weight of --model that the checkpoint lacks.
     shapes = {f"policy.{name}": weight.shape for name, weight in state["policy"].items()}
     if shapes != {name: entry.size for name, entry in saved.items() if name.startswith("policy.")}:
         raise InputError("--resume: the checkpoint's weights are not those of --model")
-    # A weight that never had a gradient has no Adam moments in the checkpoint. Its moments stay 0.
+    # A weight that never had a gradient has no Adam moments in the checkpoint. Its moments stay the zeros
+    # that `training_state` created.
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     dcp.load(state, checkpoint_id=checkpoint, planner=planner)  # fills the weights in place
+    # set_optimizer_state_dict replaces AdamW's settings by the checkpoint's. Those of the flags are put back.
+    settings = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     dcp_state.set_optimizer_state_dict(policy, optimizer, state["optimizer"])
     optimizer.param_groups[0].update(settings)
     return progress
@@ -528,6 +612,8 @@ def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
         if is_main():
             weights[name] = tensor.cpu()
     if is_main():
+        # The model's own sampling settings are not those of this training, and transformers refuses to save
+        # some of them (a temperature without do_sample).
         policy.generation_config = transformers.GenerationConfig(
             eos_token_id=sorted(eos_ids),
             pad_token_id=tokenizer.pad_token_id,
@@ -535,7 +621,8 @@ def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
         # save_pretrained writes the model's current dtype into config.json.
         policy.to(policy.config.dtype)
         with library_errors(f"{folder} could not be written"):
-            # The slash makes a file of this name an error. Without it, transformers would write nothing.
+            # The slash makes a file of this name an error. Otherwise transformers would silently write
+            # nothing.
             policy.save_pretrained(f"{folder}/", state_dict=weights)
             tokenizer.save_pretrained(folder)
 
@@ -576,6 +663,14 @@ class Means:
         return {name: total / weight for name, (total, weight) in pairs if weight > 0}
 
 
+def check_shape(function: str, tensor, shape):
+    """Raises ValueError if an edited function returns another shape, which broadcasting would hide."""
+    if tensor.shape != torch.Size(shape):
+        raise ValueError(
+            f"{function} returned a tensor of shape {tuple(tensor.shape)} instead of {tuple(shape)}"
+        )
+
+
 def check_finite(metrics: dict):
     """Raises InputError, before the update, if a step's loss or gradient norm is not finite."""
     loss = metrics["loss"]
@@ -587,8 +682,8 @@ def check_finite(metrics: dict):
 def perf_metrics(started: float, tokens: int) -> dict[str, float]:
     """Returns the time and throughput of a step that began at `started`, and the peak memory.
 
-    The peak is in GiB, since the process started, and of the rank that needs most: allocated CUDA memory or,
-    on the CPU, resident memory.
+    The peak is the largest of all ranks, in GiB: allocated CUDA memory or, on the CPU, resident memory. It is
+    counted from the start of the process. When vLLM starts, it starts the count of CUDA memory anew.
     """
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated() / 2**30
@@ -626,8 +721,10 @@ class Log:
         rows = [f"|{name}|{value}|" for name, value in vars(args).items()]
         self.writer.add_text("hyperparameters", "\n".join(["|flag|value|", "|-|-|", *rows]), start)
         if start:
-            self.path.touch()  # somebody may have removed it
-            lines = self.path.read_text().splitlines()[:start]
+            self.path.touch()  # it may have been removed
+            lines = self.path.read_text().splitlines()
+            # A full disk may have left a part of the last line.
+            lines = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < start]
             write_file(self.path, "".join(f"{line}\n" for line in lines))
         else:
             self.write_tensorboard(evaluation_means(before), 0)
@@ -635,17 +732,17 @@ class Log:
     def write(self, metrics):
         """Writes the metrics of a step."""
         if is_main():
-            with library_errors(f"{self.path} could not be written"):
-                with self.path.open("a") as file:
-                    file.write(json.dumps(metrics) + "\n")
-                self.write_tensorboard(metrics, metrics["step"])
+            with library_errors(f"{self.path} could not be written"), self.path.open("a") as file:
+                file.write(json.dumps(metrics) + "\n")
+            self.write_tensorboard(metrics, metrics["step"])
             self.bar.set_postfix(loss=metrics["loss"], grad_norm=metrics["grad_norm"], refresh=False)
             self.bar.update()
 
     def write_tensorboard(self, metrics, step: int):
-        for name, number in metrics.items():
-            self.writer.add_scalar(name, number, step)
-        self.writer.flush()  # so that a killed run loses no step
+        with library_errors(f"{self.folder} could not be written"):
+            for name, number in metrics.items():
+                self.writer.add_scalar(name, number, step)
+            self.writer.flush()  # so that a killed run loses no step
 
     def report(self, before, after):
         """Prints what training has changed. Writes summary.json, and outputs.json in AlpacaEval's format.

@@ -7,8 +7,10 @@ elsewhere.
 
 import gc
 import heapq
+import json
 import math
 import os
+import re
 import time
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -55,6 +57,7 @@ class Example(NamedTuple):
     finished: bool = True  # whether the sample ended with an EOS token, before any truncation
     # of math problems only
     answer: str = ""  # the gold answer
+    opening: str = ""  # what the template has written of the completion, for example "<think>\n"
     correct: bool = False  # whether the answer of the completion equals the gold answer
 
     @property
@@ -65,7 +68,7 @@ class Example(NamedTuple):
     @property
     def question(self) -> str:
         """Text of the prompt, or of its last message."""
-        return as_messages(self.prompt)[-1]["content"]
+        return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
 
     def truncate(self, max_length: int):
         """Returns the example with its completion truncated, so that its length is at most max_length."""
@@ -88,18 +91,40 @@ def longest_sequence(args, groups: list[tuple]) -> int:
 class SkipRow(Exception):
     """Raised to skip a row, with the reason. run.InputError means a malformed row, and ends the run."""
 
+    length = 0  # number of tokens of a prompt that is too long
 
-# Other formats (Alpaca, LLaMA-Factory, TRL) keep parts of the prompt in these columns, which no script reads.
-UNREAD_COLUMNS = ("input", "system", "system_prompt", "history", "context", "documents", "images", "tools")
+
+# Other formats keep parts of the prompt in these columns (Alpaca, LLaMA-Factory, TRL, vision models,
+# choices). No script reads them, so a row that has a value there is refused. run.read_rows prints the other
+# columns that are not read.
+UNREAD_COLUMNS = ("input", "system", "system_prompt", "history", "context", "documents", "passage", "tools")
+UNREAD_COLUMNS += ("functions", "image", "images", "audio", "audios", "video", "videos", "choices", "options")
 
 
 def check_row(row):
-    """Raises InputError if a row is not a dict, or has a value in one of the UNREAD_COLUMNS."""
+    """Raises InputError if a row is not a dict, or if a part of its prompt would not be read."""
     if not isinstance(row, dict):
         raise run.InputError("a row must be an object with named columns")
-    for column in UNREAD_COLUMNS:
-        if row.get(column):
+    for column, value in row.items():
+        if value and column in UNREAD_COLUMNS:
             raise run.InputError(f"the column {column!r} would be ignored: make it part of the prompt")
+    if row.get("prompt") and row.get("instruction"):
+        raise run.InputError("'instruction' beside 'prompt' would be ignored: make it part of the prompt")
+
+
+def check_prompt(args, prompt_ids: list[int]):
+    """Raises SkipRow if a prompt has no tokens or too many."""
+    reason = ""
+    if not prompt_ids:
+        reason = "prompt empty"
+    elif len(prompt_ids) > args.max_prompt_length:
+        reason = "prompt longer than --max-prompt-length"
+    elif len(prompt_ids) >= args.max_length:
+        reason = "prompt leaves no room for a completion in --max-length"
+    if reason:
+        error = SkipRow(reason)
+        error.length = len(prompt_ids)
+        raise error
 
 
 def require_columns(row, *columns: str):
@@ -107,6 +132,40 @@ def require_columns(row, *columns: str):
     for column in columns:
         if row.get(column) is None:
             raise run.InputError(f"no value for {column!r} in the columns {', '.join(row)}")
+
+
+def summarize_groups(tokenizer, eos_ids: set[int], groups: list[tuple], skipped: list[tuple]) -> str:
+    """Describes a data set: how many rows it has, how many were skipped and why, and how many are truncated.
+
+    The last tokens of the first prompt and of its completion show whether the chat template and the EOS token
+    are right.
+
+    skipped: [(line number, SkipRow), ...].
+    """
+    parts = [f"{len(groups)} rows"]
+    numbers = {}  # {reason: line numbers}
+    for number, reason in skipped:
+        numbers.setdefault(str(reason), []).append(number)
+    for reason, lines in numbers.items():
+        parts.append(f"{len(lines)} skipped, the first in line {lines[0]}: {reason}")
+    truncated = 0
+    partly = 0  # truncated, but not in all completions
+    for group in groups:
+        # Truncated completions have no EOS token.
+        endings = [example.completion_ids[-1] in eos_ids for example in group if example.completion_ids]
+        truncated += not all(endings)
+        partly += any(endings) and not all(endings)
+    if truncated:
+        parts.append(f"{truncated} truncated by --max-length, {partly} of them on one side only")
+    prompts = [len(group[0].prompt_ids) for group in groups]
+    longest = max([*prompts, *(reason.length for _, reason in skipped)], default=0)
+    parts.append(f"the longest prompt has {longest} tokens")
+    if groups:
+        first = groups[0][0]
+        parts.append(f"a prompt ends with {tokenizer.decode(first.prompt_ids[-8:])!r}")
+        if first.completion_ids:
+            parts[-1] += f", its completion with {tokenizer.decode(first.completion_ids[-8:])!r}"
+    return "; ".join(parts)
 
 
 def load_tokenizer(args):
@@ -126,7 +185,7 @@ def load_tokenizer(args):
         with suppress(OSError):  # not every model has a generation config
             configs.append(GenerationConfig.from_pretrained(args.model))
     ids = []
-    for config in configs:
+    for config in configs:  # the generation config is the last, so its ids replace the model config's
         if config.eos_token_id is not None:  # a number or a list
             ids = np.atleast_1d(config.eos_token_id).tolist()
     if args.chat_template:
@@ -171,32 +230,39 @@ def encode(tokenizer, eos_ids: set[int], prompt: str | list, completions=()) -> 
 def render_conversations(tokenizer, prompt: str | list, completions) -> tuple[str, list[str]]:
     """Returns the text of a prompt, and the texts of the conversations: the prompt with each completion.
 
+    A prompt that ends with a message of the assistant is continued: a completion is the rest of this message.
     A tokenizer without a chat template takes only texts, which are concatenated.
     """
     messages = as_messages(prompt)
-    if not messages or not messages[-1]["content"].strip():
+    # A tool may return nothing, and an answer may be begun without text.
+    if not messages or not (messages[-1]["content"].strip() or messages[-1]["role"] in ("assistant", "tool")):
         raise SkipRow("prompt empty")
-    texts = [completion_text(completion) for completion in completions]
-    if not all(text.strip() for text in texts):
+    answers = [as_answer(completion) for completion in completions]
+    if not all(answer["content"].strip() or "tool_calls" in answer for answer in answers):
         raise SkipRow("completion empty")
     if not tokenizer.chat_template:
-        if not isinstance(prompt, str):
+        if not isinstance(prompt, str) or any(isinstance(completion, list) for completion in completions):
             raise run.InputError("messages need a chat template, and the tokenizer has none: --chat-template")
-        return prompt, [prompt + text for text in texts]
-    before = render(tokenizer, messages, add_generation_prompt=True)
-    check_texts(before, messages)
+        return prompt, [prompt + answer["content"] for answer in answers]
+    is_begun = messages[-1]["role"] == "assistant"
+    options = dict(add_generation_prompt=not is_begun, continue_final_message=is_begun)
+    before = render(tokenizer, messages, **options)
+    check_rendered(tokenizer, before, messages, **options)
     conversations = []
-    for text in texts:
-        answered = [*messages, {"role": "assistant", "content": text}]
+    for answer in answers:
+        answered = join_answer(messages, answer)
         conversation = render(tokenizer, answered)
         if not conversation.startswith(before):  # then the template fails for every row
             raise run.InputError(
                 "the chat template renders a prompt differently once it is answered: "
                 "pass another --chat-template"
             )
-        check_texts(conversation, answered)
+        check_rendered(tokenizer, conversation, answered)
         conversations.append(conversation)
     return before, conversations
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def as_messages(prompt: str | list) -> list[dict]:
@@ -205,27 +271,73 @@ def as_messages(prompt: str | list) -> list[dict]:
     Raises InputError if the prompt is neither a text nor a list of messages.
     """
     if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
+        return [{"role": "user", "content": plain_text(prompt)}]
     if not isinstance(prompt, list):
-        raise run.InputError("a prompt must be a text or a list of messages")
+        raise run.InputError(f"a prompt must be a text or a list of messages, not {prompt!r:.40}")
     messages = []
     for message in prompt:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise run.InputError(f"every message must have a role: one of {', '.join(ROLES)}")
+        message = without_nulls(message)
+        # Some templates fail at an empty list of tool calls.
+        message = {key: part for key, part in message.items() if part or key in ("role", "content")}
+        if "tool_calls" in message:  # such a message needs no text
+            message.setdefault("content", "")
+            decode_arguments(message["tool_calls"])
+        if not isinstance(message.get("content"), str):
             raise run.InputError("every message must have a text as its 'content'")
-        # Arrow fills the keys that a message lacks with null. A template may take a null for a value.
-        messages.append({key: value for key, value in message.items() if value is not None})
+        messages.append(message)
     return messages
 
 
-def completion_text(completion: str | list) -> str:
-    """Returns the text of a completion, which is a text or a list with one message of the assistant."""
-    if isinstance(completion, list):
-        messages = as_messages(completion)
-        if [message.get("role") for message in messages] == ["assistant"]:
-            completion = messages[0]["content"]
-    if not isinstance(completion, str):
-        raise run.InputError("a completion must be a text or one message of the assistant")
-    return completion
+def plain_text(text: str) -> str:
+    """Returns a text, or raises InputError if it holds messages that were encoded as a text."""
+    if re.match(r"\s*\[\s*\{\s*['\"](?:role|content)['\"]", text):
+        raise run.InputError(
+            "a text holds messages that were encoded as JSON or by Python: store them as lists"
+        )
+    return text
+
+
+def decode_arguments(calls):
+    """Decodes the arguments of tool calls that are JSON texts, as in OpenAI's format, in place.
+
+    Otherwise most templates would encode the arguments twice.
+    """
+    for call in calls if isinstance(calls, list) else []:
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            with suppress(ValueError):
+                function["arguments"] = json.loads(function["arguments"])
+
+
+def without_nulls(value):
+    """Removes null keys at every level: Arrow fills the keys that an object lacks with null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list):
+        return [without_nulls(part) for part in value]
+    return value
+
+
+def as_answer(completion: str | list) -> dict:
+    """Returns the message of a completion, which is a text or a list with one message of the assistant."""
+    if isinstance(completion, str):
+        return {"role": "assistant", "content": plain_text(completion)}
+    messages = as_messages(completion) if isinstance(completion, list) else []
+    if [message["role"] for message in messages] != ["assistant"]:
+        raise run.InputError(
+            f"a completion must be a text or one message of the assistant, not {completion!r:.40}"
+        )
+    return messages[0]
+
+
+def join_answer(messages: list[dict], answer: dict) -> list[dict]:
+    """Returns a conversation: the messages with the answer, or the last message continued by it."""
+    last = messages[-1]
+    if last["role"] != "assistant":
+        return [*messages, answer]
+    return [*messages[:-1], last | answer | {"content": last["content"] + answer["content"]}]
 
 
 def render(tokenizer, messages: list[dict], **options) -> str:
@@ -239,13 +351,45 @@ def render(tokenizer, messages: list[dict], **options) -> str:
         return tokenizer.apply_chat_template(messages, tokenize=False, date_string="26 Jul 2024", **options)
 
 
-def check_texts(rendered: str, messages: list[dict]):
-    """Raises SkipRow if a rendered conversation lacks the text of a message."""
-    rendered = "".join(rendered.split())  # compared without white space, which templates may strip
-    texts = ["".join(message["content"].split()) for message in messages]
-    for text in texts:
-        if rendered.count(text) < texts.count(text):  # a text that occurs twice must be rendered twice
+# Keys of a message that carry no text for the model.
+OTHER_KEYS = ("role", "content", "name", "weight", "tool_call_id")
+
+
+def check_rendered(tokenizer, rendered: str, messages: list[dict], **options):
+    """Raises SkipRow if a rendered conversation lacks the text of a message, or another part of it."""
+    squeezed = squeeze(rendered)
+    rest = squeezed
+    # Longest first, each at its own place: a short text may also be a part of a longer one.
+    for text in sorted((squeeze(message["content"]) for message in messages), key=len, reverse=True):
+        if text not in rest:
             raise SkipRow("the chat template changes the text of a message")
+        rest = rest.replace(text, "\0", 1) if text else rest
+    for key in {key: None for message in messages for key in message if key not in OTHER_KEYS}:
+        error = SkipRow(f"the chat template does not render {key!r} of a message")
+        if not all(is_rendered(message.get(key, []), squeezed) for message in messages):
+            raise error
+        # The part may be rendered only because other texts hold the same words.
+        without = [{k: part for k, part in message.items() if k != key} for message in messages]
+        with suppress(run.InputError):  # the template needs this part
+            if render(tokenizer, without, **options) == rendered:
+                raise error
+
+
+def is_rendered(value, rendered: str) -> bool:
+    """Returns whether all texts and numbers in a part of a message, such as its tool calls, are rendered."""
+    if isinstance(value, dict):
+        # Many templates write neither the type nor the id of a call, which carry no meaning for the model.
+        return all(is_rendered(part, rendered) for key, part in value.items() if key not in ("type", "id"))
+    if isinstance(value, list):
+        return all(is_rendered(part, rendered) for part in value)
+    if isinstance(value, str) and squeeze(json.dumps(value, ensure_ascii=False)[1:-1]) in rendered:
+        return True  # in JSON a line break is "\\n"
+    return isinstance(value, bool) or squeeze(str(value)) in rendered
+
+
+def squeeze(text: str) -> str:
+    """Removes white space and backslashes, which templates may strip or add."""
+    return "".join(text.split()).replace("\\", "")
 
 
 def tokenize(tokenizer, texts: list[str]) -> list[list[int]]:
@@ -311,12 +455,12 @@ def load_pretrained(auto_class, name: str, dtype, trust_remote_code: bool, flag:
 
     Args:
         auto_class: for example AutoModelForCausalLM.
-        dtype: a dtype, or "auto": the dtype of the files.
+        dtype: a dtype, or "auto": that of the files' first weight.
         flag: the flag that has named the model, for error messages.
     """
     with run.library_errors(f"{flag} {name}"):
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        config.dtype = None  # otherwise "auto" would be the dtype in config.json
+        config.dtype = None  # otherwise "auto" would be config.json's dtype, which may not be the files'
         model, info = auto_class.from_pretrained(
             name,
             config=config,
@@ -334,7 +478,8 @@ def load_pretrained(auto_class, name: str, dtype, trust_remote_code: bool, flag:
         raise run.InputError(f"{flag} {name}: its files have {weight} as {[*shape]} instead of {[*expected]}")
     # Machines may hold different files under the same path.
     run.check_ranks_agree({f"the checksum of {flag}'s weights": checksum(model)})
-    # For run.export. The policy is loaded with dtype="auto", so these are the dtypes of its files.
+    # For run.export. With dtype="auto" all weights get the dtype of the files' first weight, so these are the
+    # dtypes of the files, unless the files mix dtypes.
     model.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # sdpa does not support the softcap (Gemma 2)
@@ -398,7 +543,9 @@ def token_logps(model, input_ids, mask, temperature: float = 1.0):
     predicting = selected.roll(-1, 1)  # (B, T)
     if model.config._attn_implementation in PACKED:
         inputs, kept = pack(input_ids, selected)
-        predicting = predicting[kept][None]  # (1, ΣT), in the order of `targets`; t - 1 is always kept
+        # Still in the order of `targets`. `pack` drops tokens only from a sequence's last target on, so the
+        # position before each target is kept.
+        predicting = predicting[kept][None]  # (1, ΣT)
 
     def head_logps(hidden):  # (B, T, D) -> (N,)
         tensors = (hidden[predicting], targets, head.weight, head.bias)
@@ -414,7 +561,7 @@ def token_logps(model, input_ids, mask, temperature: float = 1.0):
     try:
         logps = model(**inputs, use_cache=False).logits  # (N,)
     finally:
-        del head.forward
+        del head.forward  # the head has its class's forward again
         if softcap:
             vars(config)["final_logit_softcapping"] = softcap
     zeros = torch.zeros_like(mask, dtype=logps.dtype)
@@ -455,6 +602,12 @@ def completion_logps(model, examples: list[Example], max_tokens: int):
 # (pip install flash-attn), add "flash_attention_2" to the lists that `attention_candidates` returns.
 
 
+# Settings with which models multiply their logits, or cap them under another name than Gemma 2's. In
+# `token_logps` the head returns log-probs, so the model would change these. In bf16 a small change could pass
+# the trial.
+FACTORS = ("logits_scaling", "logit_scale", "lm_head_multiplier", "logits_soft_cap", "output_logit_soft_cap")
+
+
 @torch.no_grad()
 def choose_attention(model, longest: int) -> str:
     """Sets the fastest attention whose `token_logps` agree with the model's own forward pass.
@@ -473,10 +626,11 @@ def choose_attention(model, longest: int) -> str:
     for name, function in ATTENTION.items():
         # Not done when this file is imported, because loading AttentionInterface takes a second.
         transformers.AttentionInterface.register(name, function)
+    forward = type(model.get_output_embeddings()).forward
+    if hasattr(model, "peft_config") or forward is not torch.nn.Linear.forward:
+        raise run.InputError("--model: adapters (PEFT, LoRA) are not supported; see docs/elsewhere.md")
     config = model.config.get_text_config()
-    # Some models multiply their logits by a factor. In `token_logps` the head returns log-probs, so the model
-    # would multiply these. In bf16 a factor near 1 could pass the trial.
-    for factor in ("logits_scaling", "logit_scale", "lm_head_multiplier"):
+    for factor in FACTORS:
         if getattr(config, factor, None) not in (None, 1):
             raise run.InputError(f"--model: its logits have a factor, {factor}, which is not supported")
     tokens = torch.arange(1, 17, device=model.device) % config.vocab_size
@@ -611,12 +765,14 @@ PACKED = (*ATTENTION, "flash_attention_2")  # attention implementations that kee
 
 
 # === Head log-probs ===
-# log softmax of the head's logits at the target tokens, without a tensor of the size of all logits. To change
-# it, start from the one-line equivalent in `HeadLogps`; the rest is memory and precision. Keep the result in
-# fp32 or wider, because in bf16 log-probs near 2 are spaced 0.016 apart.
+# log softmax of the head's logits at the target tokens, without all logits in memory, unless they are few. To
+# change it, start from the one-line equivalent in `HeadLogps`; the rest is memory and precision. Keep the
+# result in fp32 or wider, because in bf16 log-probs near 2 are spaced 0.016 apart.
 
 BLOCK = 2048  # number of vocabulary columns whose logits are computed at once
-MAX_KEPT = 2**28  # maximum number of logits kept in memory for backward (1 GiB in fp32)
+# Up to this many logits (1 GiB in fp32), all blocks are kept for backward, which saves their second
+# computation. Beyond this number, none is kept.
+MAX_KEPT = 2**28
 
 
 class HeadLogps(torch.autograd.Function):
@@ -670,7 +826,7 @@ class HeadLogps(torch.autograd.Function):
                 z = ctx.kept.pop(0)
             else:
                 z = head_logits(hidden, weight, bias, start, *ctx.settings)
-            if softcap:
+            if softcap:  # here, because z = softcap / temperature · tanh is overwritten below
                 slope = 1 - (z * (temperature / softcap)) ** 2  # 1 - tanh²
             columns, inside = target_columns(targets, start, z.shape[1])
             # The gradient w.r.t. the raw logits, before softcap and temperature:
@@ -743,7 +899,8 @@ def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int):
     """
     limit = max_tokens or math.inf
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    # Fewer micro-batches than this cannot hold all tokens.
+    # Fewer micro-batches than this cannot hold all tokens. A sequence beyond the limit counts as one
+    # micro-batch. Without a limit this is 0, because length / inf is 0.
     least = sum(min(length, limit) for length in lengths) / limit
     count = max(1, math.ceil(least / ranks)) * ranks
     while True:
@@ -783,7 +940,8 @@ def pad_rows(rows, device, value=0, side: str = "right"):
 #         its end, because each step of the iterator gathers one weight from all ranks.
 #     generate(batches): samples one completion for every prompt of [(prompts, random seed), ...]. Returns for
 #         each batch [(token ids, log-probs or None), ...]. The ids include the EOS token. An engine returns
-#         log-probs for its first NUM_CHECKED samples, which show `check_engine` that its weights are right.
+#         log-probs for at most its first NUM_CHECKED samples, which show `check_engine` that its weights are
+# right.
 
 NUM_CHECKED = 8  # samples of each engine, in every round and evaluation, whose log-probs are compared
 
@@ -799,10 +957,13 @@ class Sampler:
         self.longest = longest
         self.engine = None  # starts when the first samples are needed
         self.score = None  # function of a list of samples that returns their rewards, (N,) float64
+        # A policy without a chat template continues the text of its prompt. Otherwise an answer begins anew.
+        separator = "\n" if tokenizer.chat_template else ""
         if getattr(args, "reward_model", ""):  # grpo_math has no such flag, because it grades its samples
             model, reward_tokenizer = load_reward_model(args)
-            check_positions(model.config, longest)  # in the policy's tokens; `reward_scores` checks its own
-            self.score = partial(reward_scores, model, reward_tokenizer, device)
+            # An early estimate, in the policy's tokens. `reward_scores` checks the reward model's tokens.
+            check_positions(model.config, longest)
+            self.score = partial(reward_scores, model, reward_tokenizer, device, separator)
 
     def start_engine(self):
         engine_class = TransformersEngine
@@ -814,7 +975,7 @@ class Sampler:
     def sample(self, policy, prompts: list[Example], count: int, seed: tuple):
         """Draws `count` samples for every prompt. The ranks share the work, and all ranks get all samples.
 
-        seed: (--seed, number): the number of the round, counted from 1, or 0 for an evaluation.
+        seed: (--seed, number). The number is 0 for an evaluation, and another one for each round.
 
         Returns:
             For each prompt a list of its samples, and metrics.
@@ -832,7 +993,9 @@ class Sampler:
         for prompt, (ids, _) in zip(repeated, outputs):
             text = decode_completion(self.tokenizer, prompt, ids)
             finished = ids[-1] in self.eos_ids
-            samples.append(prompt._replace(completion_ids=ids, reward=None, text=text, finished=finished))
+            # `prompt` may be an Example of a data set. Its completion, score and label are not the sample's.
+            sample = prompt._replace(completion_ids=ids, reward=None, desirable=None)
+            samples.append(sample._replace(text=text, finished=finished))
         checked = [(sample, logps) for sample, (_, logps) in zip(samples, outputs) if logps is not None]
         difference = self.check_engine(policy, checked)
         if self.score:
@@ -1091,13 +1254,17 @@ def load_reward_model(args):
 
 
 @torch.no_grad()
-def reward_scores(model, tokenizer, device, samples: list[Example]):
+def reward_scores(model, tokenizer, device, separator: str, samples: list[Example]):
     """Scores samples with a reward model. Returns (N,) float64 on the CPU, the same on every rank.
 
-    The score is the model's one output, or the `score` that a model's own code returns (ArmoRM).
+    The score is the model's one output, or the `score` that a model's own code returns (ArmoRM). The first
+    call prints the first text that the model reads.
     """
-    texts = [reward_input(tokenizer, sample) for sample in samples]
-    encoded = tokenizer(texts, add_special_tokens=not tokenizer.chat_template).input_ids
+    texts = [reward_input(tokenizer, separator, sample) for sample in samples]
+    if not hasattr(model, "has_printed"):
+        model.has_printed = True
+        run.print_main(f"the reward model reads {texts[0]!r}")
+    encoded = tokenize(tokenizer, texts)
     if any(mostly_unknown(tokenizer, ids) for ids in encoded):
         raise run.InputError("--reward-model: most tokens of a sample are unknown to its tokenizer")
     longest = max(len(ids) for ids in encoded)
@@ -1108,7 +1275,7 @@ def reward_scores(model, tokenizer, device, samples: list[Example]):
     shortest_first = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))  # less padding
     batch_size = max(1, REWARD_TOKENS // longest)
     pad_id = model.config.get_text_config().pad_token_id
-    if pad_id not in range(rows):  # then transformers cannot find the last token of a padded row
+    if pad_id not in range(rows):  # None, or beyond the embedding: a row cannot be padded
         pad_id = 0
         batch_size = 1
     rank = dist.get_rank()
@@ -1120,8 +1287,13 @@ def reward_scores(model, tokenizer, device, samples: list[Example]):
         ids = [encoded[i] for i in indices]
         input_ids = pad_rows(ids, device, pad_id)
         attention_mask = pad_rows([[1] * len(row) for row in ids], device)
-        output = model(input_ids=input_ids, attention_mask=attention_mask)
+        with run.library_errors(
+            "--reward-model"
+        ):  # for example fewer positions than its config says (RoBERTa)
+            output = model(input_ids=input_ids, attention_mask=attention_mask)
         score = getattr(output, "score", output.logits)  # (batch_size,) or (batch_size, 1)
+        if score.numel() != len(indices):
+            raise run.InputError("--reward-model must return one number for each sample")
         scores[indices] = score.double().view(len(indices))
     model.to("cpu")  # frees GPU memory while the policy trains
     dist.all_reduce(scores)
@@ -1130,26 +1302,30 @@ def reward_scores(model, tokenizer, device, samples: list[Example]):
     return scores.cpu()
 
 
-def reward_input(tokenizer, sample: Example) -> str:
+def reward_input(tokenizer, separator: str, sample: Example) -> str:
     """Renders a sample for the reward model, with the model's chat template if it has one.
 
-    An unfinished sample is rendered without an end of turn, because the policy did not write one. Without a
-    template, the messages are joined by line breaks and the sample follows directly.
+    An unfinished sample is rendered without an end of turn, because the policy did not write one, unless the
+    template does not allow this. Without a template, the messages are joined by line breaks, and the sample
+    follows after `separator`.
     """
     messages = as_messages(sample.prompt)
     if tokenizer.chat_template:
-        messages.append({"role": "assistant", "content": sample.text})
-        with suppress(run.InputError):  # some templates change the end of a text, for example of a thought
-            return render(tokenizer, messages, continue_final_message=not sample.finished)
+        messages = join_answer(messages, {"role": "assistant", "content": sample.text})
+        if not sample.finished:
+            with suppress(run.InputError):  # some templates change the end of a text, such as a thought
+                return render(tokenizer, messages, continue_final_message=True)
         return render(tokenizer, messages)
-    text = "\n".join(message["content"] for message in messages) + sample.text
+    if messages[-1]["role"] == "assistant":  # the sample continues this message
+        separator = ""
+    text = "\n".join(message["content"] for message in messages) + separator + sample.text
     if sample.finished:
         text += tokenizer.eos_token or ""
     return text
 
 
 # === Statistics ===
-# Summaries of samples and evaluations. Functions that take `values` expect {name: one value for each item}.
+# Summaries of samples and evaluations.
 
 
 def sample_statistics(samples: list[Example]):
@@ -1169,7 +1345,7 @@ def above(values, baseline):
 
 
 def mean_and_error(values: dict[str, torch.Tensor]) -> dict[str, tuple]:
-    """Returns {name: (mean, standard error)}. The error of a single value is 0.
+    """Returns {name: (mean, standard error)} of {name: one value for each item}. The error of one value is 0.
 
     Raises InputError if a value is not finite.
     """

@@ -174,7 +174,7 @@ FINE = {dpo_humanline: PAIR, kto_humanline: LABELLED, grpo_humanline: GOOD, grpo
         ),
         (dpo_humanline, {"chosen": ["Hi", A("So")], "rejected": ["Hi", A("No")]}, "every message must have"),
         (dpo_humanline, {"chosen": [], "rejected": [A("No")]}, ""),
-        (grpo_math_humanline, {"answer": "2"}, "no value for 'problem' in the columns answer"),
+        (grpo_math_humanline, {"answer": "2"}, "no text in 'problem' or 'question', in the columns answer"),
         (grpo_math_humanline, {"problem": 5, "answer": "2"}, ""),
         (grpo_math_humanline, PROBLEM | {"input": "in cm"}, "the column 'input' would be ign"),
     ],
@@ -290,7 +290,8 @@ def test_rows_that_cannot_train_are_counted_by_reason_and_the_others_keep_their_
     assert re.search(": 3 rows; (.*); a prompt ends with", told)[1].split("; ") == [
         "3 skipped, the first in line 1: completion empty",
         "1 skipped, the first in line 5: chosen equals rejected",
-        "1 skipped, the first in line 7: prompt empty, or longer than --max-prompt-length or --max-length",
+        "1 skipped, the first in line 7: prompt longer than --max-prompt-length",
+        "the longest prompt has 34 tokens",
     ]
     groups, told = load([PAIR | {"prompt": prompt} for prompt in ("", " \n", [U("")])])
     assert groups == [] and "3 skipped, the first in line 1: prompt empty" in told

@@ -129,8 +129,13 @@ def table(text: str) -> list[tuple]:
     return pairs
 
 
+def verdicts(grader, pairs: list[tuple]) -> list:
+    """Of (gold, completion), without a problem that could be copied."""
+    return grade_all(grader, [(gold, text, "") for gold, text in pairs])
+
+
 def rejected(grader, pairs: list[tuple]) -> list[tuple]:
-    return [pair for pair, verdict in zip(pairs, grade_all(grader, pairs)) if not verdict]
+    return [pair for pair, verdict in zip(pairs, verdicts(grader, pairs)) if not verdict]
 
 
 def problems(name: str) -> list[dict]:
@@ -186,7 +191,7 @@ def test_big_integers_stay_exact_and_verdicts_in_the_order_of_the_pairs(grader):
     for number in (int("123456789" * 44 + "1234"), 10**30):
         gold = gold_answer({"answer": number})
         pairs = [(gold, str(number + add)) for add in (0, 1, 0, -1)]
-        assert grade_all(grader, pairs) == [True, False, True, False]
+        assert verdicts(grader, pairs) == [True, False, True, False]
 
 
 # --- rewards ------------------------------------------------------------------------------------------------
@@ -296,7 +301,7 @@ def test_nothing_is_executed(grader, tmp_path):
     places = ["%s", "\\text{%s}", "5 + %s", "x = %s", "\\sum_{n=0}^{9} \\frac{\\text{%s}}{n!}", "x_{%s}"]
     forms = ["%s", "$%s$", "\\boxed{%s}"]
     texts = [form % (place % call) for form in forms for place in places for call in calls]
-    grade_all(grader, [(gold, text) for gold in ("5", "x < 3") for text in texts])
+    verdicts(grader, [(gold, text) for gold in ("5", "x < 3") for text in texts])
     assert not target.exists()
 
 
@@ -311,7 +316,7 @@ from grpo_math_humanline import grade, start_grader
 if __name__ == "__main__":
     pool = start_grader()
     server = pool.schedule(os.getppid).result()
-    pool.schedule(grade, ("5", {ENDLESS!r}))
+    pool.schedule(grade, ("5", {ENDLESS!r}, ""))
     print(server, open(f"/proc/{{server}}/task/{{server}}/children").read(), flush=True)
     time.sleep(600)
 """
@@ -394,7 +399,7 @@ def test_an_answer_that_is_nearly_right_is_wrong(grader):
 def test_a_large_number_as_an_answer_is_written_out(grader):
     gold = gold_answer({"answer": 1e20})
     assert gold == "100000000000000000000"
-    assert grade_all(grader, [(gold, "10^{20}"), (gold, "10^{19}")]) == [True, False]
+    assert verdicts(grader, [(gold, "10^{20}"), (gold, "10^{19}")]) == [True, False]
 
 
 def test_each_answer_is_graded_once(grader, monkeypatch):
@@ -407,10 +412,94 @@ def test_each_answer_is_graded_once(grader, monkeypatch):
 
     monkeypatch.setattr(grader, "schedule", counted)
     pairs = [("5", "5"), ("5", "6"), ("5", "5"), ("6", "5")]
-    assert grade_all(grader, pairs) == [True, False, True, False]
-    assert jobs == [("5", "5"), ("5", "6"), ("6", "5")]
+    assert verdicts(grader, pairs) == [True, False, True, False]
+    assert jobs == [("5", "5", ""), ("5", "6", ""), ("6", "5", "")]
 
 
 def test_a_text_without_tags_has_no_reward_for_them():
     for text in ("4", "", "<think>4</answer>"):
         assert grpo_math_humanline.format_reward(text) == grpo_math_humanline.tag_count_reward(text) == 0
+
+
+# --- copies of the problem, results in plain sentences, exact numbers ---
+
+
+@pytest.mark.parametrize(
+    "wrapped", ["%s", "$%s$", "\\boxed{%s}", "The answer is $%s$.", "<answer>\n%s\n</answer>"]
+)
+def test_a_part_of_the_problem_is_no_answer(grader, wrapped):
+    """An echo was graded as right, because it has the value of the answer."""
+    problems = {
+        "What is 17 + 25?": ("42", "17 + 25"),
+        r"Simplify $\sqrt{242}$.": (r"11\sqrt{2}", r"\sqrt{242}"),
+        r"Express $\frac{3}{20}$ as a decimal.": ("0.15", r"\frac{3}{20}"),
+        r"Find $\dbinom{31}{28}$.": ("4495", r"\binom{31}{28}"),
+        r"Expand $(x - 1)(x+1)$.": ("x^2-1", "(x-1)(x+1)"),
+        r"Write $0.75$ as a fraction.": (r"\frac{3}{4}", "0.75"),
+    }
+    jobs = [(gold, wrapped % echo, problem) for problem, (gold, echo) in problems.items()]
+    assert grade_all(grader, jobs) == [False] * len(jobs)
+    answers = [(gold, wrapped % gold, problem) for problem, (gold, _) in problems.items()]
+    assert grade_all(grader, answers) == [True] * len(jobs)
+
+
+@pytest.mark.parametrize(
+    ("problem", "gold", "answer"),
+    [
+        ("Which is larger, $\\frac{3}{4}$ or $\\frac{2}{3}$?", r"\frac{3}{4}", r"\boxed{\frac{3}{4}}"),
+        ("Which is larger, 3/4 or 2/3?", r"\frac{3}{4}", "3/4"),
+        ("Is (A) 5, (B) 6 or (C) 7 prime?", r"\text{(C)}", "The answer is C."),
+        ("Evelyn runs faster than Briana. Who wins?", r"\text{Evelyn}", "Evelyn"),
+        ("Tom has 15 apples and eats 10.", "5", "5"),
+        ("How many dollars are $12.50 and $12.50?", "25", "The answer is $25."),
+    ],
+)
+def test_an_answer_that_the_problem_names_is_right(grader, problem, gold, answer):
+    assert grade_all(grader, [(gold, answer, problem)]) == [True]
+
+
+def test_echoes_of_math_problems_pay_only_where_they_are_the_answer(grader):
+    """One of the last three formulas of a problem, boxed, paid for 31 of 500 problems."""
+    jobs = []
+    for number, row in enumerate(problems("math500_test.jsonl")):
+        for formula in re.findall(r"\$\$?(.+?)\$\$?", row["problem"], re.DOTALL)[-3:]:
+            jobs.append((number, row["answer"], f"\\boxed{{{formula}}}", row["problem"]))
+    verdicts = grade_all(grader, [job[1:] for job in jobs])
+    paid = {number for (number, *_), verdict in zip(jobs, verdicts) if verdict}
+    assert len(jobs) > 900 and len(paid) <= 2, paid
+
+
+@pytest.mark.parametrize(
+    ("gold", "text", "verdict"),
+    [
+        ("42", "17 + 25 is 42.", True),
+        ("42", "So, 17 + 25 = 42.", True),
+        ("56", "We multiply. Hence 8 * 7 equals 56.", True),
+        ("42", "The sum is 42.", True),
+        ("42", "So, 17 + 25 = 41 or 42.", False),
+        ("42", "Maybe 17 + 25 = 42.", False),
+        ("42", "So 41 = 42.", False),
+        ("5", "So 2x = 5.", False),
+        ("42", "17 + 25 is 42. No, 17 + 25 is 43.", False),
+    ],
+)
+def test_the_result_of_a_plain_sentence_counts(grader, gold, text, verdict):
+    assert grade_all(grader, [(gold, text, "What is the result?")]) == [verdict]
+
+
+@pytest.mark.parametrize(
+    ("gold", "text", "verdict"),
+    [
+        ("10^{-20}", "10^{-21}", False),
+        (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}", False),
+        ("0.0000001", "0.0000002", False),
+        ("10", "10_2", False),
+        ("1010_2", "1010_2", True),
+        ("4210_5", "4210", True),
+        (r"\frac{1}{3}", "0.333333", True),
+        ("0.0000001", r"\frac{1}{10000000}", True),
+        ("10^{-20}", r"\frac{1}{10^{20}}", True),
+    ],
+)
+def test_numbers_are_compared_exactly_or_to_their_digits(grader, gold, text, verdict):
+    assert grade_all(grader, [(gold, text, "")]) == [verdict]

@@ -7,7 +7,7 @@ import statistics
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, agree, metrics, read_pool, read_rows, run_layouts, run_ranks, write_rows
+from conftest import ROOT, agree, metrics, read_pool, read_rows, run_layouts, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from worker import run_here
 
@@ -163,14 +163,14 @@ def test_killed_between_two_samplings_and_resumed_equals_uninterrupted(whole, da
     kill_and_resume(whole, [*RESUMED, data, "--eval-dataset", data], moment, SCRIPT)
 
 
-@pytest.mark.parametrize("size", ["2", "8"])
-def test_samples_that_wait_keep_their_group_size(whole, tmp_path, capsys, size):
+@pytest.mark.parametrize("flag", ["--group-size", "--prompts-per-step", "--seed"])
+def test_flags_that_decide_which_rows_a_step_trains_on_stay_on_resume(whole, tmp_path, capsys, flag):
+    """Otherwise rows would be skipped or repeated, and waiting groups would not fit."""
     folder = shutil.copytree(whole, tmp_path / "run")
-    shutil.rmtree(folder / "checkpoints" / "step-5")  # at step 4 four groups of four wait
     with pytest.raises(SystemExit):
-        main("--resume", folder, "--group-size", size)
-    said = f"error: --group-size {size}: the checkpoint holds groups of another size\n"
-    assert capsys.readouterr().err.endswith(said)
+        main(flag, "8", "--resume", folder)
+    said = f"error: {flag} cannot be changed by --resume: rows would be skipped or repeated\n"
+    assert capsys.readouterr().err == said
 
 
 # --- data and bad input ---
@@ -197,17 +197,6 @@ def test_a_loss_that_is_not_finite_names_the_step_and_the_checkpoint_stays(data,
     assert "error: step 1: loss nan" in message and "--lr" in message
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-1"]
     assert len(metrics(tmp_path / "run")) == 1
-
-
-def test_a_resume_with_more_problems_a_step_uses_the_groups_that_wait(data, tmp_path):
-    """After step 4, four groups wait, which are fewer than a step of six problems needs."""
-    folder = tmp_path / "run"
-    first = [*RUN, "--checkpoint-every", "1", "--dataset", data, "--output-dir", str(folder)]
-    run_ranks(1, [first], script=SCRIPT)
-    shutil.rmtree(folder / "checkpoints/step-5")
-    assert len(read_pool(folder / "checkpoints/step-4")) == 4
-    run_ranks(1, [["--num-steps", "7", "--prompts-per-step", "6", "--resume", str(folder)]], script=SCRIPT)
-    assert [line["step"] for line in metrics(folder)] == list(range(7))
 
 
 def test_a_problem_has_no_completion_whose_end_could_be_shown(data, capsys):

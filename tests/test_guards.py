@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -171,7 +172,7 @@ def test_an_engine_that_is_asked_for_is_taken_although_vllm_is_installed(engine,
     for name in ("TransformersEngine", "VllmEngine"):
         monkeypatch.setattr(utils, name, lambda *arguments, name=name: name)
     args = dpo_humanline.Args(engine=engine)
-    sampler = utils.Sampler(args, None, set(), torch.device("cpu"), 64)
+    sampler = utils.Sampler(args, SimpleNamespace(chat_template=None), set(), torch.device("cpu"), 64)
     sampler.start_engine()
     assert sampler.engine == taken
 
@@ -561,7 +562,7 @@ def test_a_reward_model_whose_template_changes_an_unfinished_sample_still_scores
     sample = Example("for king", [], text="rose </think> iris lily", finished=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utils, "mostly_unknown", lambda *arguments: False)  # of upper case
-        assert utils.reward_scores(model, tokenizer, torch.device("cpu"), [sample]).isfinite().all()
+        assert utils.reward_scores(model, tokenizer, torch.device("cpu"), "\n", [sample]).isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -574,16 +575,16 @@ def test_a_sample_that_a_reward_model_cannot_read_is_told(one_rank, sizes, said)
     tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
     sample = Example("for king", [], text="rose iris lily", finished=True)
     with pytest.raises(run.InputError, match=said):
-        utils.reward_scores(model, tokenizer, torch.device("cpu"), [sample])
+        utils.reward_scores(model, tokenizer, torch.device("cpu"), "\n", [sample])
 
 
 def test_a_padding_token_beyond_a_reward_models_embedding_changes_nothing(one_rank):
     args = dpo_humanline.Args(reward_model=str(TOY / "reward_model"))
     model, tokenizer = utils.load_reward_model(args)
     samples = [Example("for king", [], text=text) for text in ("rose", "rose iris lily")]
-    expected = utils.reward_scores(model, tokenizer, torch.device("cpu"), samples)
+    expected = utils.reward_scores(model, tokenizer, torch.device("cpu"), "", samples)
     model.config.pad_token_id = 999
-    found = utils.reward_scores(model, tokenizer, torch.device("cpu"), samples)
+    found = utils.reward_scores(model, tokenizer, torch.device("cpu"), "", samples)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 

@@ -118,7 +118,7 @@ def test_a_batch_with_one_prompt_stops_and_says_so(tmp_path):
     rows = [row for row in ROWS if row["prompt"] == "about cat"][:8]
     run = [*RUN, "--dataset", write_rows(tmp_path / "one.jsonl", rows), "--output-dir", str(tmp_path / "run")]
     message = refused(run, script="kto_humanline")
-    assert "the batch has one prompt" in message and "--batch-size" in message
+    assert "all rows have one prompt, but z_0 needs two" in message
 
 
 def test_one_class_only_trains(tmp_path):

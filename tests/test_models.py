@@ -93,4 +93,4 @@ def test_a_reward_model_that_does_not_know_the_words_says_so(one_rank):
     judge = utils.load_reward_model(dpo_humanline.Args(reward_model=str(TOY / "reward_model")))
     sample = utils.Example("what is that", [1], text="nothing that a bouquet has", finished=False)
     with pytest.raises(run.InputError, match="--reward-model: most tokens of a sample are unknown"):
-        utils.reward_scores(*judge, torch.device("cpu"), [sample])
+        utils.reward_scores(*judge, torch.device("cpu"), "\n", [sample])

@@ -172,7 +172,7 @@ def test_reward_scores_render_the_conversation_and_read_the_last_token(one_rank)
             expected.append(model(input_ids=ids).logits.item())
     for pad_id in (model.config.pad_token_id, None):  # a reward model without a pad token is handled
         model.config.pad_token_id = pad_id
-        scores = reward_scores(model, tokenizer, torch.device("cpu"), samples)
+        scores = reward_scores(model, tokenizer, torch.device("cpu"), "", samples)
         assert scores.tolist() == pytest.approx(expected, abs=1e-5)
 
 
@@ -183,7 +183,7 @@ def test_the_score_of_a_reward_model_with_its_own_code_is_used(one_rank):
     model, tokenizer = load_reward_model(dpo_humanline.Args(reward_model=str(TOY / "reward_model")))
     model.forward = lambda **inputs: Output
     samples = [Example("for king", [], text="rose"), Example("for boy", [], text="iris")]
-    scores = reward_scores(model, tokenizer, torch.device("cpu"), samples)
+    scores = reward_scores(model, tokenizer, torch.device("cpu"), "", samples)
     assert sorted(scores.tolist()) == [-1, 0.25]
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -278,3 +279,12 @@ def test_a_resumed_run_is_one_run_in_tensorboard(tmp_path):
     for key in ("loss", "grad_norm", "rewards/margins"):
         found = [event.value for event in events.Scalars(key)]
         assert found == pytest.approx([step[key] for step in metrics(folder)], rel=1e-6)
+
+
+@pytest.mark.parametrize("flag", ["--batch-size", "--round-prompts", "--seed"])
+def test_a_resume_that_would_skip_or_repeat_rows_is_refused_in_one_line(uninterrupted, flag, tmp_path):
+    folder = shutil.copytree(uninterrupted(), tmp_path / "run")
+    before = (folder / "args.json").read_bytes()
+    said = refused(["--resume", str(folder), flag, "16", "--num-steps", "20"])
+    assert said == f"error: {flag} cannot be changed by --resume: rows would be skipped or repeated\n"
+    assert (folder / "args.json").read_bytes() == before

@@ -54,6 +54,24 @@ def test_a_variant_has_its_row_of_table_3_and_flags_win(name):
         assert parse_args(script, [*flags, "--lr", "1", "--max-grad-norm", "2"]).lr == 1
 
 
+@pytest.mark.parametrize("name", TABLE_3)
+def test_the_pages_have_the_rows_of_table_3(name):
+    """The published values, and those of the flags: both are the settings that a run of the variant has."""
+    script = importlib.import_module(name)
+    page = (ROOT / f"docs/{name.removesuffix('_humanline')}.md").read_text(encoding="utf-8")
+    header = r"^\| variant \| Table 3: .*? \| (.*) \|\n\|-.*\n"
+    flags, rows = re.search(rf"{header}((?:\|.*\n)+)", page, re.MULTILINE).groups()
+    names = [flag.replace("-", "_") for flag in re.findall(r"--([\w-]+)", flags)]
+    found = {}
+    for row in rows.splitlines():
+        variant, published, ours = row.strip("| ").split(" | ")
+        settings = script.Args(**script.PAPER["online" in variant, "humanline" in variant])
+        found[variant] = [getattr(settings, name) for name in names]
+        assert [float(number) for number in published.split(", ")] == found[variant]
+        assert [float(number) for number in ours.split(", ")] == found[variant]
+    assert list(found) == ["offline", "offline + humanline", "online", "online + humanline"]
+
+
 def test_without_a_model_the_toys_settings_apply_whatever_the_data(script, capsys):
     for data in ({}, {"dataset": "data.jsonl"}):
         flags = [part for name, value in data.items() for part in (f"--{name}", value)]

@@ -191,7 +191,9 @@ def test_a_reward_model_reads_a_sample_with_the_space_that_the_data_has(monkeypa
         example = Example(prompt, prompt_ids)
         sampled = utils.decode_completion(tokenizer, example, ids)
         assert sampled == (text.rstrip(" ") if kind == "stories" else text)  # its normalizer strips the end
-        assert utils.reward_input(tokenizer, example._replace(text=sampled)) == f"{prompt}{sampled}</s>"
+        sample = example._replace(text=sampled)
+        assert utils.reward_input(tokenizer, "", sample) == f"{prompt}{sampled}</s>"
+        assert utils.reward_input(tokenizer, "\n", sample) == f"{prompt}\n{sampled}</s>"
 
 
 # --- whole runs ---
