@@ -231,7 +231,9 @@ def main(args: Args):
                 ref_logps = utils.token_logps(reference, input_ids, mask)  # (2P, T)
             logps = utils.token_logps(policy, input_ids, mask)  # (2P, T)
             log_ratio = logps - ref_logps  # (2P, T)
-            losses, rewards = dpo_loss(clip_log_ratio(args, log_ratio), mask, args.beta)  # (P,), (2P,)
+            clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (2P, T)
+            run.check_shape("clip_log_ratio", clipped_log_ratio, mask.shape)
+            losses, rewards = dpo_loss(clipped_log_ratio, mask, args.beta)  # (P,), (2P,)
             run.check_shape("dpo_loss", losses, (len(indices),))
             (losses.sum() / args.batch_size).backward()  # summed over ranks: the mean over the global batch
 

@@ -281,6 +281,7 @@ def main(args: Args):
             logps = utils.token_logps(policy, input_ids, mask)  # (B, T)
             log_ratio = logps - ref_logps  # (B, T)
             clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
+            run.check_shape("clip_log_ratio", clipped_log_ratio, mask.shape)
             losses, rewards, margins = kto_loss(  # (B,) each
                 clipped_log_ratio, mask, desirable, z_0, args.beta, args.lambda_D, args.lambda_U
             )

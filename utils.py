@@ -364,12 +364,15 @@ def check_rendered(tokenizer, rendered: str, messages: list[dict], **options):
         if text not in rest:
             raise SkipRow("the chat template changes the text of a message")
         rest = rest.replace(text, "\0", 1) if text else rest
-    for key in {key: None for message in messages for key in message if key not in OTHER_KEYS}:
+    keys = sorted({key for message in messages for key in message} - {*OTHER_KEYS})
+    for key in keys:
         error = SkipRow(f"the chat template does not render {key!r} of a message")
         if not all(is_rendered(message.get(key, []), squeezed) for message in messages):
             raise error
         # The part may be rendered only because other texts hold the same words.
-        without = [{k: part for k, part in message.items() if k != key} for message in messages]
+        without = [dict(message) for message in messages]
+        for message in without:
+            message.pop(key, None)
         with suppress(run.InputError):  # the template needs this part
             if render(tokenizer, without, **options) == rendered:
                 raise error
@@ -398,9 +401,10 @@ def tokenize(tokenizer, texts: list[str]) -> list[list[int]]:
         # A chat template has already written the special tokens.
         all_ids = tokenizer(texts, add_special_tokens=not tokenizer.chat_template).input_ids
     for text, ids in zip(texts, all_ids):
-        # An EOS token that the text itself ends with stays. White space may follow it in the text, because
+        # One EOS token that the text itself ends with stays. White space may follow it in the text, because
         # some EOS tokens absorb white space.
-        if ids[-1:] == [tokenizer.eos_token_id] and not text.rstrip().endswith(tokenizer.eos_token):
+        has_eos = ids[-1:] == [tokenizer.eos_token_id]
+        if has_eos and (ids[-2:-1] == ids[-1:] or not text.rstrip().endswith(tokenizer.eos_token)):
             ids.pop()
     return all_ids
 

@@ -301,3 +301,40 @@ def test_rows_of_gsm8k_and_math_are_read_as_they_come(one_rank, row):
     assert grpo_math_humanline.grade_all(grader, jobs) == [True, False]
     grader.stop()
     grader.join()
+
+
+# --- what a reward model reads ---
+
+
+class NoModel(torch.nn.Module):
+    """Scores every text with 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = AutoConfig.for_model("llama", max_position_embeddings=100, pad_token_id=0)
+        self.embedding = torch.nn.Embedding(1000, 1)
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def forward(self, input_ids, attention_mask):
+        return type("Output", (), {"logits": torch.zeros(len(input_ids), 1)})
+
+
+def test_the_first_text_that_a_reward_model_reads_is_printed_once(one_rank, capsys):
+    """Question and answer were glued together if the policy had a template and the reward model had none."""
+    sample = utils.Example([U | {"content": "What is 2 + 2?"}], [1], text="Four.", finished=False)
+    model, tokenizer = NoModel(), bytes_or_pieces("bytes", None)
+    for _ in range(2):
+        utils.reward_scores(model, tokenizer, torch.device("cpu"), "\n", [sample, sample])
+    assert capsys.readouterr().out == "the reward model reads 'What is 2 + 2?\\nFour.'\n"
+    long = sample._replace(text="x" * 100)
+    with pytest.raises(run.InputError, match="114|115 tokens, but the model has 100 positions"):
+        utils.reward_scores(model, tokenizer, torch.device("cpu"), "\n", [long])
+
+
+@pytest.mark.parametrize("function", ["dpo_loss", "clip_log_ratio"])
+def test_an_edit_that_returns_a_wrong_shape_is_told(function):
+    with pytest.raises(ValueError, match=f"{function} returned a tensor of shape \\(2, 2\\) instead of \\(2,\\)"):
+        run.check_shape(function, torch.zeros(2, 2), (2,))
+    run.check_shape(function, torch.zeros(2, 2), (2, 2))
