@@ -333,8 +333,8 @@ def test_the_first_text_that_a_reward_model_reads_is_printed_once(one_rank, caps
         utils.reward_scores(model, tokenizer, torch.device("cpu"), "\n", [long])
 
 
-@pytest.mark.parametrize("function", ["dpo_loss", "clip_log_ratio"])
-def test_an_edit_that_returns_a_wrong_shape_is_told(function):
-    with pytest.raises(ValueError, match=f"{function} returned a tensor of shape \\(2, 2\\) instead of \\(2,\\)"):
-        run.check_shape(function, torch.zeros(2, 2), (2,))
-    run.check_shape(function, torch.zeros(2, 2), (2, 2))
+def test_an_edit_that_returns_a_wrong_shape_is_told():
+    said = "dpo_loss returned a tensor of shape \\(2, 2\\) instead of \\(2,\\)"
+    with pytest.raises(ValueError, match=said):
+        run.check_shape("dpo_loss", torch.zeros(2, 2), (2,))
+    run.check_shape("dpo_loss", torch.zeros(2, 2), (2, 2))
