@@ -281,10 +281,11 @@ def test_a_resumed_run_is_one_run_in_tensorboard(tmp_path):
         assert found == pytest.approx([step[key] for step in metrics(folder)], rel=1e-6)
 
 
-@pytest.mark.parametrize("flag", ["--batch-size", "--round-prompts", "--seed"])
+@pytest.mark.parametrize("flag", ["--batch-size", "--seed", "--round-prompts"])
 def test_a_resume_that_would_skip_or_repeat_rows_is_refused_in_one_line(uninterrupted, flag, tmp_path):
-    folder = shutil.copytree(uninterrupted(), tmp_path / "run")
+    script = "grpo_humanline" if flag == "--round-prompts" else "dpo_humanline"  # the first one is online
+    folder = shutil.copytree(uninterrupted(script), tmp_path / "run")
     before = (folder / "args.json").read_bytes()
-    said = refused(["--resume", str(folder), flag, "16", "--num-steps", "20"])
+    said = refused(["--resume", str(folder), flag, "16", "--num-steps", "20"], script=script)
     assert said == f"error: {flag} cannot be changed by --resume: rows would be skipped or repeated\n"
     assert (folder / "args.json").read_bytes() == before
