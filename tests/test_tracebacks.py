@@ -81,3 +81,12 @@ def test_bad_input_is_one_line_without_a_traceback(tmp_path):
     ended = run_edited(tmp_path, "# === Loss ===", "# === Loss ===", "--max-length", "0")
     assert ended.returncode == 1
     assert ended.stderr == "error: --max-length 0 is out of range\n"
+
+
+def test_a_command_with_a_broken_file_fails_with_the_message_alone(tmp_path):
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"prompt"\n')
+    ended = run_edited(tmp_path, "# === Loss ===", "# === Loss ===", "--dataset", path)
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith(f"error: {path}, line 1: ")
+    assert not (tmp_path / "runs").exists()
