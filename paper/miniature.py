@@ -118,7 +118,7 @@ def tune(plan: study.Plan, collapsed: dict, at: str) -> tuple:
             tried = [rate for rate, _ in choices[key]]
             beside = [rate for rate in LADDER[max(0, i - 1) : i + 2] if rate not in tried]
             more = []
-            if plan.test and beside:  # the best rate is at an end of the grid
+            if plan.test and plan.grows and beside:  # the best rate is at an end of the grid
                 more = list(product(beside, arm.options))
             elif option in arm.options:
                 more = [(lr, f"{option} {flags}") for flags in arm.then]

@@ -34,6 +34,7 @@ class Plan(NamedTuple):
     before_seeds: tuple[int, ...] = (1, 2, 3)  # of the evaluations of the untrained policy
     instances: bool = False  # whether panels are instances of a task, "GRPO 11"; means are over instances
     test: Callable[[list[dict]], list[dict]] | None = None  # of a study: makes its tests of the reported rows
+    grows: bool = True  # whether a study's grid grows where the best learning rate is at its end
 
 
 # === Statistics ===
@@ -256,6 +257,27 @@ def stories_test(rows: list[dict]) -> list[dict]:
     return lines
 
 
+def baselines_test(rows: list[dict]) -> list[dict]:
+    """Compares humanline with offline at the paper's ε and β, and with the tuned baselines, paired by draw.
+
+    Holm's correction is over the first three lines, one for each script. If p_equivalent is below 0.05, the
+    difference is within ±MARGIN.
+    """
+    rows = over_instances(rows)
+    pairs = [(script, PAPERS_HUMANLINE, PAPERS_OFFLINE) for script in ("GRPO", "KTO", "DPO")]
+    pairs += [("GRPO", PAPERS_HUMANLINE, other) for other in (TUNED_BETA, NO_REFERENCE)]
+    pairs += [("GRPO", HUMANLINE_BETA, other) for other in (TUNED_BETA, NO_REFERENCE)]
+    lines = []
+    for panel, *both in pairs:
+        scores = [values(rows, panel, arm, "judge") for arm in both]
+        line = paired(panel, *both, scores[0] - scores[1])
+        line["p_signed_rank"] = wilcoxon(*scores).pvalue
+        line["p_equivalent"], *_ = ttost_paired(*scores, -MARGIN, MARGIN)
+        lines.append(line)
+    holm(lines[:3])
+    return lines
+
+
 # === Figures ===
 DPO = (3e-4, 1e-3, 3e-3)  # learning rates
 KTO = (1e-4, 3e-4, 1e-3)
@@ -454,6 +476,31 @@ def of_story(arm: Arm, i: int) -> Arm:
     return arm._replace(panel=f"{arm.panel} {i}", flags=flags)
 
 
+# Baselines on the same draws. The first arms have the paper's ε and β, and the learning rate that `stories`
+# tuned for offline and for humanline with this script. GRPO's humanline arm is also the tuned one of `stories`.
+PAPERS_HUMANLINE = "humanline, paper's ε and β"
+PAPERS_OFFLINE = "offline, paper's ε and β"
+TUNED_BETA = "offline, no clip, tuned β"
+HUMANLINE_BETA = "humanline, tuned β"
+NO_REFERENCE = "no reference"
+TUNED_RATES = {"grpo": (3e-4, 1e-4), "kto": (3e-4, 3e-4), "dpo": (3e-4, 3e-4)}  # humanline, offline
+# The grid of β and rates was planned as {0, 0.001, 0.01} x {1e-4, 3e-4}, to be extended once for all arms where
+# a best setting is at an end. With two rates it always is, so the extended grid is run at once.
+BASELINE_LRS = (3e-5, 1e-4, 3e-4, 1e-3)
+BASELINE_BETAS = ("--beta 0", "--beta 0.001", "--beta 0.01", "--beta 0.1")
+BASELINE_ARMS = []
+for script, (humanline_lr, offline_lr) in TUNED_RATES.items():
+    panel = script.upper()
+    offline = "--no-humanline --epsilon 0.5" if script == "grpo" else "--no-humanline"
+    BASELINE_ARMS += arms(panel, script, (humanline_lr,), {PAPERS_HUMANLINE: "--k 1"}, FAST)
+    BASELINE_ARMS += arms(panel, script, (offline_lr,), {PAPERS_OFFLINE: offline}, FAST)
+TUNED_BASELINES = [
+    *arms("GRPO", "grpo", BASELINE_LRS, {HUMANLINE_BETA: "--k 1"}, FAST, BASELINE_BETAS),
+    *arms("GRPO", "grpo", BASELINE_LRS, {TUNED_BETA: "--no-humanline --epsilon 1e9"}, FAST, BASELINE_BETAS),
+    *arms("GRPO", "grpo", BASELINE_LRS, {NO_REFERENCE: "no-reference --no-humanline"}, FAST),
+]
+
+
 LOW_ENTROPY = (
     "--model toy/low_entropy/policy --reward-model toy/low_entropy/reward_model "
     f"{FAST} --num-steps 320 --adam-eps 1e-2 --max-new-tokens 80 --generation-batch-size 256"
@@ -538,5 +585,15 @@ STUDIES = {
         test=stories_test,
         before_seeds=(21,),
         instances=True,
+    ),
+    "baselines": Plan(
+        [of_story(arm, i) for arm in BASELINE_ARMS + TUNED_BASELINES for i in STORIES[2:]],
+        metrics=("judge", "kl", "finished", "trigrams", "fluency"),
+        seeds=range(21, 22),
+        tuned=[of_story(arm, i) for i in STORIES[:2] for arm in TUNED_BASELINES],
+        test=baselines_test,
+        before_seeds=(21,),
+        instances=True,
+        grows=False,
     ),
 }

@@ -144,6 +144,17 @@ def m2po(clipped_log_ratio, log_ratio, advantages, beta, epsilon, limit=0.04):
     return loss, ratio.detach(), penalty(log_ratio, 1).detach(), removed
 
 
+def no_reference(clipped_log_ratio, log_ratio, advantages, beta, epsilon):
+    """Computes -A log π_θ, without the reference: no ratio, no clip, no KL penalty.
+
+    The ratio of π_θ to a constant copy of itself is 1 and has the gradient of log π_θ, because the reference
+    is constant.
+    """
+    ratio = (clipped_log_ratio - clipped_log_ratio.detach()).exp()
+    loss = -advantages.unsqueeze(-1) * ratio
+    return loss, ratio.detach(), penalty(log_ratio, 1).detach(), torch.zeros_like(ratio, dtype=torch.bool)
+
+
 def penalty(log_ratio, beta):
     """Computes the script's KL penalty, β·k3."""
     return beta * ((-log_ratio).exp() + log_ratio - 1)
@@ -185,6 +196,7 @@ VARIANTS = {  # {name: (a function of the script, what replaces it)}
     "icepop": ("clip_log_ratio", icepop),
     "gspo": ("clip_log_ratio", gspo),
     "m2po": ("grpo_loss", m2po),
+    "no-reference": ("grpo_loss", no_reference),
 }
 
 

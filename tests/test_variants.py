@@ -79,6 +79,14 @@ def test_the_gradient_is_weighed_by_the_ratio(name, batch):
     np.testing.assert_allclose(gradient, mask * (kl_slope - weight * A), atol=1e-14)
 
 
+def test_without_a_reference_the_gradient_is_that_of_the_log_prob(batch):
+    x, mask, A, *_ = by_hand(batch)
+    loss, gradient, removed = objective("no-reference", batch)
+    np.testing.assert_allclose(loss, -mask * A, atol=1e-14)
+    np.testing.assert_allclose(gradient, -mask * A, atol=1e-14)
+    assert not removed.any()
+
+
 def test_m2po_removes_the_largest_of_what_a_clip_could_stop_until_the_mean_square_is_004(batch):
     log_ratio, *rest = batch
     batch = (log_ratio / 3, *rest)
