@@ -37,7 +37,7 @@ from paper import pictures, study, trials  # noqa: E402
 from paper.trials import RESULTS, ROOT, write_csv  # noqa: E402
 from toy import make  # noqa: E402
 
-LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # the learning rates with which grids grow
+LADDER = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # the learning rates with which grids grow
 
 
 def make_plan(name: str, plan: study.Plan, out: Path):
@@ -94,38 +94,67 @@ def tune(plan: study.Plan, collapsed: dict, at: str) -> tuple:
     data, _ = plan.data
     arms = tuned_arms(plan)
     choices = {(arm.script, arm.name): list(product(arm.lrs, arm.options)) for arm in arms}
+    best, rows, scores = try_choices(plan, arms, choices, collapsed, at)
+    if plan.test and not plan.grows_by_arm:
+        new = {rate for key, (lr, _) in best.items() for rate in rates_beside(lr, choices[key])}
+        for arm in arms:
+            choices[arm.script, arm.name] += product(sorted(new), arm.options)
+        best, rows, _ = try_choices(plan, arms, choices, collapsed, at)
+        return best, rows
     grown = True
     while grown:
-        runs = []
-        for arm in arms:
-            for lr, option in choices[arm.script, arm.name]:
-                runs += [(arm, lr, seed, f"{option} {data}") for seed in plan.tuning_seeds]
-        rows = rows_of(runs, collapsed, at)
-        scores = {}  # {(script, arm's name): {(learning rate, option): scores of its runs}}
-        for (arm, lr, _, more), row in zip(runs, rows):
-            choice = (lr, more.removesuffix(f" {data}"))
-            score = row.get(plan.metrics[0], -np.inf)
-            scores.setdefault((arm.script, arm.name), {}).setdefault(choice, []).append(score)
-        best = {}
         grown = False
+        done = set()
         for arm in arms:
             key = (arm.script, arm.name)
-            if key in best:  # found in another panel
+            if key in done:  # in another panel
                 continue
-            means = {choice: np.mean(numbers) for choice, numbers in scores[key].items()}
-            best[key] = lr, option = max(means, key=means.get)
-            i = LADDER.index(lr)
-            tried = [rate for rate, _ in choices[key]]
-            beside = [rate for rate in LADDER[max(0, i - 1) : i + 2] if rate not in tried]
+            done.add(key)
+            lr, option = best[key]
+            beside = rates_beside(lr, choices[key])
             more = []
-            if plan.test and plan.grows and beside:  # the best rate is at an end of the grid
+            if plan.test and beside:  # the best rate is at an end of the grid
                 more = list(product(beside, arm.options))
             elif option in arm.options:
                 more = [(lr, f"{option} {flags}") for flags in arm.then]
             new = [choice for choice in more if choice not in choices[key]]
             choices[key] += new
             grown = grown or bool(new)
+        if grown:
+            best, rows, scores = try_choices(plan, arms, choices, collapsed, at)
     return best, rows
+
+
+def try_choices(plan: study.Plan, arms: list, choices: dict, collapsed: dict, at: str) -> tuple:
+    """Runs every choice of every arm on the tuning seeds.
+
+    Returns:
+        {(script, arm's name): its best choice}, the rows of all runs, and {(script, arm's name): {choice: the
+        scores of its runs}}.
+    """
+    data, _ = plan.data
+    runs = []
+    for arm in arms:
+        for lr, option in choices[arm.script, arm.name]:
+            runs += [(arm, lr, seed, f"{option} {data}") for seed in plan.tuning_seeds]
+    rows = rows_of(runs, collapsed, at)
+    scores = {}
+    for (arm, lr, _, more), row in zip(runs, rows):
+        choice = (lr, more.removesuffix(f" {data}"))
+        score = row.get(plan.metrics[0], -np.inf)
+        scores.setdefault((arm.script, arm.name), {}).setdefault(choice, []).append(score)
+    best = {}
+    for key, numbers_of in scores.items():
+        means = {choice: np.mean(numbers) for choice, numbers in numbers_of.items()}
+        best[key] = max(means, key=means.get)
+    return best, rows, scores
+
+
+def rates_beside(lr: float, choices: list[tuple]) -> list[float]:
+    """Returns the neighbours of a learning rate on the ladder that are not among the choices."""
+    i = LADDER.index(lr)
+    tried = [rate for rate, _ in choices]
+    return [rate for rate in LADDER[max(0, i - 1) : i + 2] if rate not in tried]
 
 
 def rows_of(runs: list[tuple], collapsed: dict, at: str) -> list[dict]:

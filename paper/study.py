@@ -15,7 +15,7 @@ import statsmodels.formula.api as smf
 from scipy.stats import ttest_1samp, wilcoxon
 from statsmodels.stats.weightstats import CompareMeans, DescrStatsW, ttost_paired
 
-from paper.trials import INSTANCES, STORIES, TASKS, Arm, arms
+from paper.trials import INSTANCES, KINDS, STORIES, TASKS, Arm, arms
 
 PAPERS_EPSILON = "offline, ε 0.5"  # Table 3's ε without humanline
 NARROW = "offline, ε 0.15"  # Table 3's ε with humanline
@@ -34,7 +34,9 @@ class Plan(NamedTuple):
     before_seeds: tuple[int, ...] = (1, 2, 3)  # of the evaluations of the untrained policy
     instances: bool = False  # whether panels are instances of a task, "GRPO 11"; means are over instances
     test: Callable[[list[dict]], list[dict]] | None = None  # of a study: makes its tests of the reported rows
-    grows: bool = True  # whether a study's grid grows where the best learning rate is at its end
+    # Whether the grid of a study's arm grows for this arm, until its best learning rate is not at an end. If
+    # not, it grows once, for all arms alike.
+    grows_by_arm: bool = True
 
 
 # === Statistics ===
@@ -278,6 +280,22 @@ def baselines_test(rows: list[dict]) -> list[dict]:
     return lines
 
 
+def sums_test(rows: list[dict]) -> list[dict]:
+    """Compares the arms of `sums`, paired by kind of problem, with Holm's correction over three lines.
+
+    If p_equivalent is below 0.05, the difference is within ±MARGIN.
+    """
+    rows = [row | {"panel": "sums"} for row in rows]
+    lines = []
+    for both in (("humanline", "ε 0.2"), ("humanline", "no clip"), ("online", "humanline")):
+        scores = [values(rows, "sums", arm, "late") for arm in both]
+        line = paired("sums", *both, scores[0] - scores[1]) | {"metric": "late"}
+        line["p_signed_rank"] = wilcoxon(*scores).pvalue
+        line["p_equivalent"], *_ = ttost_paired(*scores, -MARGIN, MARGIN)
+        lines.append(line)
+    return holm(lines)
+
+
 # === Figures ===
 DPO = (3e-4, 1e-3, 3e-3)  # learning rates
 KTO = (1e-4, 3e-4, 1e-3)
@@ -477,16 +495,15 @@ def of_story(arm: Arm, i: int) -> Arm:
 
 
 # Baselines on the same draws. The first arms have the paper's ε and β, and the learning rate that `stories`
-# tuned for offline and for humanline with this script. GRPO's humanline arm is also the tuned one of `stories`.
+# tuned for offline and for humanline with this script. GRPO's humanline arm is also the tuned one of
+# `stories`.
 PAPERS_HUMANLINE = "humanline, paper's ε and β"
 PAPERS_OFFLINE = "offline, paper's ε and β"
 TUNED_BETA = "offline, no clip, tuned β"
 HUMANLINE_BETA = "humanline, tuned β"
 NO_REFERENCE = "no reference"
 TUNED_RATES = {"grpo": (3e-4, 1e-4), "kto": (3e-4, 3e-4), "dpo": (3e-4, 3e-4)}  # humanline, offline
-# The grid of β and rates was planned as {0, 0.001, 0.01} x {1e-4, 3e-4}, to be extended once for all arms where
-# a best setting is at an end. With two rates it always is, so the extended grid is run at once.
-BASELINE_LRS = (3e-5, 1e-4, 3e-4, 1e-3)
+BASELINE_LRS = (1e-4, 3e-4)
 BASELINE_BETAS = ("--beta 0", "--beta 0.001", "--beta 0.01", "--beta 0.1")
 BASELINE_ARMS = []
 for script, (humanline_lr, offline_lr) in TUNED_RATES.items():
@@ -499,6 +516,39 @@ TUNED_BASELINES = [
     *arms("GRPO", "grpo", BASELINE_LRS, {TUNED_BETA: "--no-humanline --epsilon 1e9"}, FAST, BASELINE_BETAS),
     *arms("GRPO", "grpo", BASELINE_LRS, {NO_REFERENCE: "no-reference --no-humanline"}, FAST),
 ]
+
+
+# Sums, with a chat model that people know: SmolLM2-135M-Instruct (toy/smollm2.py). Samples are used for 16
+# steps. Answers are graded by the number behind the last "=", exactly.
+SUMS_LRS = (3e-6, 1e-5, 3e-5)
+SUMS_ARMS = [
+    *arms("sums", "grpo_math", SUMS_LRS, {"ε 0.2": "last-number --no-humanline --sample-every 16"}),
+    *arms(
+        "sums",
+        "grpo_math",
+        SUMS_LRS,
+        {"no clip": "last-number --no-humanline --sample-every 16 --epsilon 1e9"},
+    ),
+    *arms(
+        "sums", "grpo_math", SUMS_LRS, {"humanline": "last-number --sample-every 16"}, "", ("--k 1", "--k 4")
+    ),
+    *arms("sums", "grpo_math", SUMS_LRS, {"online": "last-number --no-humanline --sample-every 1"}),
+]
+
+
+def of_sums(arm: Arm, kind: str, part: str) -> Arm:
+    """Returns an arm on a kind of problems (toy/sums.py), evaluated on a part of them: tuning or held_out."""
+    folder = f"runs/sums/{kind}"
+    samples = 8 if part == "tuning" else 4
+    flags = (
+        f"--model runs/smollm2 --dtype bfloat16 --system-prompt '' "
+        f"--chat-template {folder}/one_example.jinja "
+        f"--dataset {folder}/train.jsonl --eval-dataset {folder}/{part}.jsonl --eval-samples 64 "
+        f"--eval-samples-per-problem {samples} --eval-every 16 --num-steps 64 --prompts-per-step 4 --beta 0 "
+        "--temperature 1.0 --max-prompt-length 60 --max-new-tokens 18 --max-length 80 "
+        f"--generation-batch-size 64 {arm.flags}"
+    )
+    return arm._replace(panel=kind, flags=flags)
 
 
 LOW_ENTROPY = (
@@ -594,6 +644,15 @@ STUDIES = {
         test=baselines_test,
         before_seeds=(21,),
         instances=True,
-        grows=False,
+        grows_by_arm=False,
+    ),
+    "sums": Plan(
+        [of_sums(arm, kind, "held_out") for arm in SUMS_ARMS for kind in KINDS[2:]],
+        metrics=("late", "eval/accuracy", "eval/finished"),
+        seeds=range(21, 22),
+        tuned=[of_sums(arm, kind, "tuning") for kind in KINDS[:2] for arm in SUMS_ARMS],
+        test=sums_test,
+        before_seeds=(21,),
+        grows_by_arm=False,
     ),
 }

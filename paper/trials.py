@@ -40,6 +40,8 @@ FIRST_SEED = 11  # of the reported runs; smaller seeds are for tuning
 COLLAPSED = r"error: (.*(?:no prompt's rewards differ|the batch has one prompt|lower --lr|nan nats apart).*)"
 INSTANCES = (1, 2, 3, 4, 5)  # seeds of toy/make.py: the tales' task with another judge and other data
 TASKS = range(11, 31)  # further seeds, for one study
+# Kinds of problems of toy/sums.py: two for tuning, the others for the report.
+KINDS = ("plus", "plus_small", "plus_apart", "plus_large", "minus", "plus_tens", "double", "half")
 STORIES = (1, 2, *range(11, 23))  # seeds of the stories' task: two for tuning, twelve for the report
 # --model starts with Table 3's settings, which differ between variants. All arms of a study have these
 # instead.
@@ -47,6 +49,7 @@ COMMON = {
     "dpo": "--max-grad-norm 1",
     "kto": "--max-grad-norm 1",
     "grpo": "--max-grad-norm 1 --epsilon 0.15",
+    "grpo_math": "",
 }
 
 
@@ -93,6 +96,9 @@ for i in (*INSTANCES, *TASKS):
     PREPARE[f"runs/instances/{i}/"] = f"python toy/make.py --tasks tales --seed {i} --out runs/instances/{i}"
 for i in STORIES:
     PREPARE[f"runs/stories/{i}/"] = f"python toy/make.py --tasks stories --seed {i} --out runs/stories/{i}"
+PREPARE["runs/smollm2 "] = "python toy/smollm2.py runs/smollm2"
+for kind in KINDS:
+    PREPARE[f"runs/sums/{kind}/"] = f"python toy/sums.py runs/sums/{kind} --kind {kind} --tuning 32"
 
 
 def commit() -> str:
@@ -171,6 +177,8 @@ def start(line: str, folder: Path):
         end["failed"] = collapse[1]
     elif "/stories/policy" in line:
         shell(f"python paper/frontier.py {folder}").check_returncode()
+    elif "runs/smollm2" in line:
+        shutil.rmtree(folder / "final")  # half a gigabyte
     write_file(folder / "end.json", json.dumps(end))
 
 
@@ -201,6 +209,7 @@ def row_of(arm: Arm, lr: float, seed: int, more: str, at: str) -> dict:
     clipped: fraction of tokens beyond the bounds, whether clipped or not, mean over steps.
     grad_norm_max: largest gradient norm of a step.
     curve: mean of the evaluations during and after training.
+    late: mean of those from the middle of the training on.
     """
     line = command(arm, lr, seed, more)
     folder = folder_of(line, at)
@@ -224,7 +233,8 @@ def row_of(arm: Arm, lr: float, seed: int, more: str, at: str) -> dict:
             curve[f"eval/accuracy@{step['step']}"] = step["eval/accuracy"]
     if curve:
         curve[f"eval/accuracy@{len(steps)}"] = row["eval/accuracy"]
-        row |= {"curve": fmean(curve.values()), **curve}
+        late = [value for key, value in curve.items() if int(key.partition("@")[2]) >= len(steps) / 2]
+        row |= {"curve": fmean(curve.values()), "late": fmean(late), **curve}
     return row
 
 
@@ -249,6 +259,9 @@ def read_summary(folder: Path) -> dict:
 def judged(folder: Path) -> float:
     """Returns the mean score that the toy's hidden judge gives to a run's last samples."""
     model = json.loads((folder / "args.json").read_text())["model"]
+    if "smollm2" in model:
+        mean, _ = read_summary(folder)["after"]["eval/accuracy"]
+        return mean
     samples = json.loads((folder / "outputs.json").read_text())
     judge = judge_of(model)
     score = fmean(judge(sample["instruction"], sample["output"]) for sample in samples)
@@ -286,7 +299,7 @@ def untrained(arms: list[Arm], metrics: list[str], at: str, seeds: tuple, more: 
     for panel in first_of:
         scores[panel] = {}
         for metric in metrics:
-            key = "eval/accuracy" if metric == "curve" else metric
+            key = "eval/accuracy" if metric in ("curve", "late") else metric
             scores[panel][metric] = fmean(row[key] for row in rows if row["panel"] == panel)
     return scores
 

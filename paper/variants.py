@@ -14,6 +14,7 @@ to VARIANTS.
 """
 
 import math
+import re
 import sys
 from functools import partial
 from importlib import import_module
@@ -160,6 +161,13 @@ def penalty(log_ratio, beta):
     return beta * ((-log_ratio).exp() + log_ratio - 1)
 
 
+# === Grading ===
+def grade_last_number(gold, text, problem):
+    """Grades the number behind the last "=" at the end of a text, exactly. A copy of the problem has none."""
+    found = re.search(r"=\s*(-?\d+)\s*$", text)
+    return found is not None and int(found[1]) == int(gold)
+
+
 # === Syncing ===
 def sync_after_update(script):
     """Changes syncing to a trust region (Figure 10): after every k-th update, and not before an update.
@@ -196,6 +204,7 @@ VARIANTS = {  # {name: (a function of the script, what replaces it)}
     "icepop": ("clip_log_ratio", icepop),
     "gspo": ("clip_log_ratio", gspo),
     "m2po": ("grpo_loss", m2po),
+    "last-number": ("grade", grade_last_number),
     "no-reference": ("grpo_loss", no_reference),
 }
 
