@@ -230,6 +230,7 @@ def main(args: Args):
     warmup_steps = max(1, round(args.warmup_fraction * args.num_steps))
 
     output_dir = run.open_folder(args, __file__)
+    run.print_plan(args, output_dir, policy, tokenizer, groups, groups_per_step)
     # A resumed run evaluates the initial policy again: it is the baseline of every later evaluation.
     before = evaluate(args, policy, sampler, held_out)
     # A new run has no checkpoint and starts at step 0.
@@ -242,7 +243,7 @@ def main(args: Args):
     for step in range(progress.step, args.num_steps):
         metrics = {"step": step}
         if step > 0 and args.eval_every and step % args.eval_every == 0:
-            metrics |= run.evaluation_means(evaluate(args, policy, sampler, held_out, before))
+            metrics |= log.evaluation(step, evaluate(args, policy, sampler, held_out, before))
         started = time.perf_counter()
 
         # The global batch, the same on all ranks: groups of the data set or, online, groups of samples.
@@ -322,6 +323,7 @@ def main(args: Args):
         if signal_number:
             run.exit_after_signal(signal_number, output_dir, progress.step)
 
+    signals.release()
     after = evaluate(args, policy, sampler, held_out, before)
     run.export(output_dir / "final", policy, tokenizer, eos_ids)
     log.report(before, after)
@@ -367,7 +369,7 @@ def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
         except Exception as error:  # an InputError, or a mistake in `encode_row`
             error.add_note(f"{name}, line {number}")
             raise
-    summary = f"{name}: {utils.summarize_groups(tokenizer, eos_ids, groups, skipped)}"
+    summary = f"{name}: {utils.summarize_groups(eos_ids, groups, skipped)}"
     if not groups:
         raise run.InputError(summary)
     run.print_main(summary)

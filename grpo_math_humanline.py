@@ -214,6 +214,7 @@ def main(args: Args):
     warmup_steps = max(1, round(args.warmup_fraction * args.num_steps))
 
     output_dir = run.open_folder(args, __file__)
+    run.print_plan(args, output_dir, policy, tokenizer, problems, args.prompts_per_step)
     # A resumed run evaluates the initial policy again: it is the baseline of the report.
     before = evaluate(args, policy, sampler, grader, held_out)
     # A new run has no checkpoint and starts at step 0.
@@ -226,7 +227,7 @@ def main(args: Args):
     for step in range(progress.step, args.num_steps):
         metrics = {"step": step}
         if step > 0 and args.eval_every and step % args.eval_every == 0:
-            metrics |= run.evaluation_means(evaluate(args, policy, sampler, grader, held_out))
+            metrics |= log.evaluation(step, evaluate(args, policy, sampler, grader, held_out))
         started = time.perf_counter()
 
         # The global batch, the same on all ranks: groups of the policy's own samples. A round gives the
@@ -301,6 +302,7 @@ def main(args: Args):
         if signal_number:
             run.exit_after_signal(signal_number, output_dir, progress.step)
 
+    signals.release()
     after = evaluate(args, policy, sampler, grader, held_out)
     run.export(output_dir / "final", policy, tokenizer, eos_ids)
     log.report(before, after)
@@ -336,7 +338,7 @@ def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
         except Exception as error:  # an InputError, or a mistake in `encode_row`
             error.add_note(f"{name}, line {number}")
             raise
-    summary = f"{name}: {utils.summarize_groups(tokenizer, eos_ids, groups, skipped)}"
+    summary = f"{name}: {utils.summarize_groups(eos_ids, groups, skipped)}"
     if not groups:
         raise run.InputError(summary)
     run.print_main(summary)

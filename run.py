@@ -44,6 +44,11 @@ def print_main(*words):
         print(*words, flush=True)
 
 
+def hide_bar() -> bool:
+    """Returns whether progress bars are hidden: in a log file, and on all ranks but 0."""
+    return not (is_main() and sys.stderr.isatty())
+
+
 # === Errors ===
 # Bad input and a full disk end a run with one line and exit status 1. Every other exception is a bug, maybe
 # in an edited loss, and keeps its traceback. A new check should raise InputError. A new call of a library
@@ -140,6 +145,10 @@ def parse_args(
     """
     if flags is None:
         flags = sys.argv[1:]
+    for flag in flags:
+        name = flag.partition("=")[0].replace("_", "-")
+        if name in OTHER_NAMES:
+            raise InputError(f"{flag}: this flag is {OTHER_NAMES[name]} here")
     # The first pass only looks for the flags that choose the defaults of the second.
     given, _ = tyro.cli(Args, args=flags, add_help=False, return_unknown_args=True)
     online = getattr(given, "online", False)
@@ -171,6 +180,17 @@ def parse_args(
     print_main(f"{source}; flags: {shlex.join(flags)}")
     return args
 
+
+# Flags of other trainers, and those of these scripts.
+OTHER_NAMES = {
+    "--learning-rate": "--lr",
+    "--max-steps": "--num-steps",
+    "--num-train-epochs": "--num-steps",
+    "--per-device-train-batch-size": "--batch-size, over all ranks,",
+    "--gradient-accumulation-steps": "--micro-batch-tokens",
+    "--model-name-or-path": "--model",
+    "--dataset-name": "--dataset",
+}
 
 # Flags that decide which rows a step trains on.
 ORDER = {"batch_size", "group_size", "prompts_per_step", "round_prompts", "seed"}
@@ -226,11 +246,13 @@ def check_flags(args, batch_size: int):
     if getattr(args, "online", False) and not args.reward_model:
         raise InputError("--online needs a --reward-model")
     world = int(os.environ.get("WORLD_SIZE", 1))
-    if world % (args.shard_size or 1) or world % args.vllm_tensor_parallel or batch_size % world:
-        raise InputError(
-            f"--shard-size and --vllm-tensor-parallel must divide the {world} ranks, and the number of ranks "
-            f"must divide the batch of {batch_size}"
-        )
+    for name in ("shard_size", "vllm_tensor_parallel"):
+        size = getattr(args, name) or 1  # --shard-size 0: all ranks
+        if world % size:
+            flag = f"--{name.replace('_', '-')} {size}"
+            raise InputError(f"{flag} does not divide the number of ranks, {world}")
+    if batch_size % world:
+        raise InputError(f"the number of ranks, {world}, does not divide the batch of {batch_size}")
     folder = args.output_dir
     if folder and args.resume:
         raise InputError("--output-dir cannot be changed by --resume: a resumed run stays in its folder")
@@ -316,7 +338,7 @@ def check_ranks_agree(values: dict):
 class Signals:
     """Records SIGINT and SIGTERM, so that the training loop can finish its step and write a checkpoint.
 
-    After the last step, signals have no effect.
+    After the last step, signals end the process at once again.
 
     torchrun kills its ranks 30 seconds after it received a signal. If steps take longer, start it with
     `--shutdown-timeout SECONDS`.
@@ -329,6 +351,12 @@ class Signals:
 
     def record(self, number: int, frame):
         self.received = number
+        if is_main():  # not by print, which must not be called while another print is running
+            os.write(2, b"\nstopping after this step, with a checkpoint\n")
+
+    def release(self):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def received_by_any_rank(self) -> int:
         """Returns a signal that some rank has received, or 0. All ranks must stop after the same step."""
@@ -364,7 +392,11 @@ def read_rows(name: str, split: str):
     split: the split of a Hub data set; files have none.
     """
     columns = {}  # {column: whether it was read}
-    for number, values in load_rows(name, split):
+    # A bar for large files. Every row is tokenized before the next one is read.
+    rows = tqdm(
+        load_rows(name, split), f"reading {name}", leave=False, unit=" rows", delay=2, disable=hide_bar()
+    )
+    for number, values in rows:
         row = Row(values) if isinstance(values, dict) else values  # utils.check_row refuses what is no dict
         yield number, row
         for column in row:
@@ -390,6 +422,8 @@ def load_rows(name: str, split: str):
             table = pyarrow.parquet.read_table(name)
             rows = [decode_json(values, table.schema) for values in table.to_pylist()]
         yield from enumerate(rows, 1)
+    elif os.path.isfile(name):
+        raise InputError(f"{name}: convert it to .jsonl, .jsonl.gz or .parquet, for example with pandas")
     else:
         import datasets  # not at the top of the file, because the import takes a second
 
@@ -698,13 +732,39 @@ def perf_metrics(started: float, tokens: int) -> dict[str, float]:
     }
 
 
-def evaluation_means(evaluation) -> dict[str, float]:
-    """Returns the means of an evaluation, without their standard errors."""
-    return {name: mean for name, (mean, _) in evaluation.statistics.items()}
+NUM_WRITTEN = 16  # samples of an evaluation that samples.jsonl keeps
+
+
+def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple], groups_per_step: int):
+    """Prints what a run will do, and the first prompt as the policy reads it."""
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    final = sum(
+        parameter.numel() * policy.dtypes[name].itemsize for name, parameter in policy.named_parameters()
+    )
+    # in fp32 the policy and two moments of Adam; the reference in bf16 if --dtype is
+    checkpoint = parameters * (14 if args.dtype == "bfloat16" else 16)
+    plan = f"{args.num_steps} steps"
+    if getattr(args, "online", False):
+        plan += f", rounds of {min(args.round_prompts, len(groups))} of {len(groups)} prompts"
+    else:
+        epochs = args.num_steps * groups_per_step / len(groups)
+        plan += f" of {groups_per_step} rows, {epochs:.3g} epochs of {len(groups):,} rows"
+    lengths = [example.length for group in groups for example in group if example.completion_ids]
+    if lengths:
+        tokens = sum(lengths) / len(groups) * groups_per_step
+        plan += f", about {tokens:,.0f} tokens a step"
+    print_main(f"model: {args.model}, {parameters:,} parameters, {args.dtype}")
+    print_main(f"training: {plan}")
+    print_main(f"files: {folder}; a checkpoint has {checkpoint / 1e6:,.0f} MB, final/ {final / 1e6:,.0f} MB")
+    first = groups[0][0]
+    print_main(f"the first prompt ({len(first.prompt_ids)} tokens):\n{tokenizer.decode(first.prompt_ids)}")
+    if first.completion_ids:
+        text = tokenizer.decode(first.completion_ids)
+        print_main(f"its completion ({len(first.completion_ids)} tokens):\n{text}")
 
 
 class Log:
-    """Writes a run's metrics to metrics.jsonl and TensorBoard, and shows its progress, on rank 0."""
+    """Writes metrics.jsonl, samples.jsonl and TensorBoard's files, and shows a run's progress, on rank 0."""
 
     def __init__(self, args, folder: Path, start: int, before):
         """start: the number of completed steps. Metrics of later steps, from before a resume, are removed.
@@ -713,30 +773,61 @@ class Log:
         """
         self.folder = folder
         self.num_steps = args.num_steps
+        self.before = before
         if not is_main():
             return
-        self.bar = tqdm(total=args.num_steps, initial=start)
+        self.bar = tqdm(total=args.num_steps, initial=start, disable=hide_bar())
         self.path = folder / "metrics.jsonl"  # created by the first step; one line for each step
+        self.samples_path = folder / "samples.jsonl"
         self.writer = SummaryWriter(folder, purge_step=start)
         rows = [f"|{name}|{value}|" for name, value in vars(args).items()]
         self.writer.add_text("hyperparameters", "\n".join(["|flag|value|", "|-|-|", *rows]), start)
         if start:
-            self.path.touch()  # it may have been removed
-            lines = self.path.read_text().splitlines()
-            # A full disk may have left a part of the last line.
-            lines = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < start]
-            write_file(self.path, "".join(f"{line}\n" for line in lines))
+            for path in (self.path, self.samples_path):
+                path.touch()  # it may have been removed
+                lines = path.read_text(encoding="utf-8").splitlines()
+                # A full disk may have left a part of the last line.
+                kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < start]
+                write_file(path, "".join(f"{line}\n" for line in kept))
         else:
-            self.write_tensorboard(evaluation_means(before), 0)
+            self.write_tensorboard(self.evaluation(0, before), 0)
+
+    def evaluation(self, step: int, evaluation) -> dict[str, float]:
+        """Writes the first samples of an evaluation after `step` updates. Returns its means, for metrics."""
+        means = {name: mean for name, (mean, _, _) in evaluation.statistics.items()}
+        if not is_main():
+            return means
+        with library_errors(f"{self.samples_path} could not be written"), self.samples_path.open("a") as file:
+            for sample in evaluation.samples[:NUM_WRITTEN]:
+                line = {"step": step, "prompt": sample.question, "sample": sample.text}
+                line |= {"reward": sample.reward, "finished": sample.finished}
+                file.write(json.dumps(line | {"tokens": len(sample.completion_ids)}) + "\n")
+        finished = means.get("eval/finished", 1.0)
+        reward = means.get("eval/reward", -math.inf)
+        first_reward, *_ = self.before.statistics.get("eval/reward", (math.inf,))
+        if finished < 0.5 and reward > first_reward:
+            tqdm.write(
+                f"warning: the reward has risen, but only {finished:.0%} of the samples end by themselves"
+            )
+        return means
 
     def write(self, metrics):
         """Writes the metrics of a step."""
-        if is_main():
-            with library_errors(f"{self.path} could not be written"), self.path.open("a") as file:
-                file.write(json.dumps(metrics) + "\n")
-            self.write_tensorboard(metrics, metrics["step"])
-            self.bar.set_postfix(loss=metrics["loss"], grad_norm=metrics["grad_norm"], refresh=False)
-            self.bar.update()
+        if not is_main():
+            return
+        with library_errors(f"{self.path} could not be written"), self.path.open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+        self.write_tensorboard(metrics, metrics["step"])
+        done = metrics["step"] + 1
+        if metrics.get("grpo/zero_advantage_groups") == 1:
+            tqdm.write(f"warning: step {done}: all rewards of a problem are equal, so nothing is learned")
+        self.bar.set_postfix(loss=metrics["loss"], grad_norm=metrics["grad_norm"], refresh=False)
+        self.bar.update()
+        if self.bar.disable and done % math.ceil(self.num_steps / 10) == 0:  # in a log file
+            numbers = f"loss {metrics['loss']:.4g}, gradient norm {metrics['grad_norm']:.4g}"
+            print(
+                f"step {done} of {self.num_steps}: {numbers}, {metrics['perf/step_time']:.2f} s", flush=True
+            )
 
     def write_tensorboard(self, metrics, step: int):
         with library_errors(f"{self.folder} could not be written"):
@@ -752,7 +843,7 @@ class Log:
         if not is_main():
             return
         self.bar.close()
-        self.write_tensorboard(evaluation_means(after), self.num_steps)
+        self.write_tensorboard(self.evaluation(self.num_steps, after), self.num_steps)
         summary = {"before": before.statistics, "after": after.statistics}
         write_file(self.folder / "summary.json", json.dumps(summary, indent=2))
         outputs = []
@@ -761,13 +852,16 @@ class Log:
             outputs.append(output)
         if outputs:
             write_file(self.folder / "outputs.json", json.dumps(outputs, indent=2, ensure_ascii=False))
-        print(f"\n{'mean ± standard error':24}{'before':>20}{'after':>20}")
-        for name, (mean, error) in after.statistics.items():
-            first_mean, first_error = before.statistics[name]
-            print(f"{name:24}{first_mean:10.3f} ± {first_error:7.3f}{mean:10.3f} ± {error:7.3f}")
+        if after.statistics:
+            print(f"\n{'mean ± standard error':24}{'before':>20}{'after':>20}")
+        for name, (mean, error, count) in after.statistics.items():
+            first_mean, first_error, _ = before.statistics[name]
+            columns = f"{first_mean:10.3f} ± {first_error:7.3f}{mean:10.3f} ± {error:7.3f}"
+            print(f"{name:24}{columns}   n = {count}")
         for first, last in zip(before.samples[:4], after.samples):
             print(f"\nprompt: {last.question}")
             for name, sample in (("before", first), ("after", last)):
                 reward = "" if sample.reward is None else f"  [reward {sample.reward:.2f}]"
-                print(f"{name}: {sample.text}{reward}")
+                unfinished = "" if sample.finished else "  [unfinished]"
+                print(f"{name}: {sample.text}{reward}{unfinished}")
         print(f"\nwrote {self.folder}")

@@ -134,11 +134,8 @@ def require_columns(row, *columns: str):
             raise run.InputError(f"no value for {column!r} in the columns {', '.join(row)}")
 
 
-def summarize_groups(tokenizer, eos_ids: set[int], groups: list[tuple], skipped: list[tuple]) -> str:
+def summarize_groups(eos_ids: set[int], groups: list[tuple], skipped: list[tuple]) -> str:
     """Describes a data set: how many rows it has, how many were skipped and why, and how many are truncated.
-
-    The last tokens of the first prompt and of its completion show whether the chat template and the EOS token
-    are right.
 
     skipped: [(line number, SkipRow), ...].
     """
@@ -158,13 +155,10 @@ def summarize_groups(tokenizer, eos_ids: set[int], groups: list[tuple], skipped:
     if truncated:
         parts.append(f"{truncated} truncated by --max-length, {partly} of them on one side only")
     prompts = [len(group[0].prompt_ids) for group in groups]
-    longest = max([*prompts, *(reason.length for _, reason in skipped)], default=0)
-    parts.append(f"the longest prompt has {longest} tokens")
-    if groups:
-        first = groups[0][0]
-        parts.append(f"a prompt ends with {tokenizer.decode(first.prompt_ids[-8:])!r}")
-        if first.completion_ids:
-            parts[-1] += f", its completion with {tokenizer.decode(first.completion_ids[-8:])!r}"
+    prompts = sorted([*prompts, *(reason.length for _, reason in skipped)])
+    if prompts:
+        most = prompts[int(0.9 * (len(prompts) - 1))]
+        parts.append(f"90% of the prompts have at most {most} tokens, the longest {prompts[-1]}")
     return "; ".join(parts)
 
 
@@ -878,7 +872,15 @@ def matmul_fp32(a, b):
     if a.is_cuda and a.dtype == torch.bfloat16:
         return torch.mm(a, b, out_dtype=torch.float32)  # exact products of bf16 numbers, summed in fp32
     dtype = torch.promote_types(a.dtype, torch.float32)
-    return a.to(dtype) @ b.to(dtype)
+    precision = torch.backends.mkldnn.matmul.fp32_precision
+    try:
+        if a.dtype == b.dtype == torch.bfloat16:
+            # The same on a CPU: its bf16 units multiply fp32 tensors whose numbers are bf16 numbers. Other
+            # fp32 numbers would be rounded.
+            torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        return a.to(dtype) @ b.to(dtype)
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = precision
 
 
 # === Micro-batches ===
@@ -973,6 +975,7 @@ class Sampler:
         engine_class = TransformersEngine
         if self.args.engine == "vllm" or (self.args.engine == "auto" and find_spec("vllm")):
             engine_class = VllmEngine
+        run.print_main(f"samples come from the {engine_class.__name__}")
         self.engine = engine_class(self.args, self.eos_ids, self.device, self.longest)
 
     @torch.no_grad()
@@ -1134,7 +1137,7 @@ class TransformersEngine:
     def generate(self, batches: list[tuple]) -> list[list[tuple]]:
         device = self.model.device
         outputs = []
-        for prompts, seed in tqdm(batches, "sampling", leave=False, disable=not run.is_main()):
+        for prompts, seed in tqdm(batches, "sampling", leave=False, disable=run.hide_bar()):
             # -1 marks padding until the mask is made, because 0 may be a token.
             padded = pad_rows(prompts, device, -1, "left")
             torch.manual_seed(seed)
@@ -1224,7 +1227,7 @@ class VllmEngine:
             request_params.logprobs = 0 if number < NUM_CHECKED else None
             params.append(request_params)
         outputs = []
-        for result in self.llm.generate(requests, params, use_tqdm=run.is_main()):
+        for result in self.llm.generate(requests, params, use_tqdm=False):
             output = result.outputs[0]
             ids = list(output.token_ids)
             logps = None
@@ -1349,7 +1352,7 @@ def above(values, baseline):
 
 
 def mean_and_error(values: dict[str, torch.Tensor]) -> dict[str, tuple]:
-    """Returns {name: (mean, standard error)} of {name: one value for each item}. The error of one value is 0.
+    """Returns {name: (mean, standard error, n)} of {name: n values}. The error of one value is 0.
 
     Raises InputError if a value is not finite.
     """
@@ -1360,5 +1363,5 @@ def mean_and_error(values: dict[str, torch.Tensor]) -> dict[str, tuple]:
             raise run.InputError(f"{name} is not finite: check the model and the data, or lower --lr")
         count = len(numbers)
         deviation = numbers.std(correction=min(1, count - 1))
-        statistics[name] = (numbers.mean().item(), deviation.item() / math.sqrt(count))
+        statistics[name] = (numbers.mean().item(), deviation.item() / math.sqrt(count), count)
     return statistics

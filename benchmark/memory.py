@@ -62,7 +62,7 @@ PRESETS = {
 @dataclass
 class Own:
     script: Literal["dpo", "kto", "grpo", "grpo_math"] = "dpo"  # <script>_humanline.py
-    ranks: int = 4  # number of GPUs
+    ranks: int = 1  # number of GPUs
     completion_share: float = 0.5  # fraction of a sequence's tokens that belong to the completion
     gpu_memory: float = 80.0  # GiB of a GPU; vLLM uses --vllm-memory of it
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # print a JSON object, in GiB

@@ -219,7 +219,7 @@ def row_of(arm: Arm, lr: float, seed: int, more: str, at: str) -> dict:
     if row["failed"]:
         return row
     steps = read_steps(folder)
-    for key, (mean, _) in read_summary(folder)["after"].items():
+    for key, (mean, *_) in read_summary(folder)["after"].items():
         row[key] = mean
     if (folder / "frontier.json").exists():
         row |= frontier_columns(json.loads((folder / "frontier.json").read_text()))
@@ -260,7 +260,7 @@ def judged(folder: Path) -> float:
     """Returns the mean score that the toy's hidden judge gives to a run's last samples."""
     model = json.loads((folder / "args.json").read_text())["model"]
     if "smollm2" in model:
-        mean, _ = read_summary(folder)["after"]["eval/accuracy"]
+        mean, *_ = read_summary(folder)["after"]["eval/accuracy"]
         return mean
     samples = json.loads((folder / "outputs.json").read_text())
     judge = judge_of(model)

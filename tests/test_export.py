@@ -37,6 +37,9 @@ def test_final_loads_with_the_dtype_and_the_ties_of_the_initial_model(tmp_path, 
     assert AutoTokenizer.from_pretrained(folder).chat_template
 
 
+SAMPLED = ("eval/length", "eval/finished", "eval/reward", "eval/win_rate")
+
+
 def test_every_documented_metric_and_both_evaluations_are_in_tensorboard(tmp_path):
     flags = ["--eval-dataset", PAIRS, "--eval-samples", "8", "--output-dir", str(tmp_path)]
     output = run_ranks(1, [[*RUN, *flags]])
@@ -48,11 +51,12 @@ def test_every_documented_metric_and_both_evaluations_are_in_tensorboard(tmp_pat
         assert values == pytest.approx([step[key] for step in steps], rel=1e-5)
     before, after = json.loads((tmp_path / "summary.json").read_text()).values()
     assert {"eval/loss", "eval/accuracy", "eval/margin", "eval/reward", "eval/win_rate"} <= set(after)
-    for key, (mean, error) in after.items():
+    for key, (mean, error, count) in after.items():
         values = {event.step: event.value for event in events.Scalars(key)}
         assert values == pytest.approx({0: before[key][0], 3: mean}, rel=1e-5)
         row = next(line for line in output.splitlines() if line.startswith(f"{key} "))
-        assert row.endswith(f"{mean:10.3f} ± {error:7.3f}")
+        assert row.endswith(f"{mean:10.3f} ± {error:7.3f}   n = {count}")
+        assert count == (8 if key in SAMPLED else 128)
 
 
 def test_sampling_defaults_of_the_model_neither_leak_nor_break_the_export(tmp_path):

@@ -93,10 +93,11 @@ def check_report(printed: str, folder):
     """Asserts that the report has the mean and the error of every metric of summary.json."""
     before, after = json.loads((folder / "summary.json").read_text()).values()
     assert len(after) > 4
-    for name, (mean, error) in after.items():
+    for name, (mean, error, count) in after.items():
         (row,) = re.findall(rf"^{name} .*$", printed, re.M)
         numbers = [float(number) for number in re.findall(r"-?\d+\.\d+", row)]
-        assert numbers == pytest.approx([*before[name], mean, error], abs=6e-4)
+        assert numbers == pytest.approx([*before[name][:2], mean, error], abs=6e-4)
+        assert row.endswith(f"n = {count}")
 
 
 def test_a_terminal_without_the_letters_of_a_report_gets_its_numbers(tmp_path, monkeypatch):

@@ -73,7 +73,7 @@ def test_the_judge_of_a_row_is_the_hidden_one_and_a_command_repeats_its_numbers(
     again = [sys.executable, *words, "--output-dir", "runs/again"]
     subprocess.run(again, cwd=folder, check=True, capture_output=True)
     after = trials.read_summary(folder / "runs/again")["after"]
-    for key, (mean, _) in after.items():
+    for key, (mean, *_) in after.items():
         assert row[key] == mean
     samples = json.loads((folder / "runs/again/outputs.json").read_text())
     scores = [make.judge_bouquet(sample["instruction"], sample["output"]) for sample in samples]

