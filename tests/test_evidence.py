@@ -20,6 +20,8 @@ NUMBER = r"[−-]?\d*\.\d+"
 INTERVAL = rf"({NUMBER}) \[({NUMBER}),\s+({NUMBER})\]"  # a difference and its 95% interval
 HALF = rf"({NUMBER}) ± ({NUMBER})"  # a mean and half of its interval
 
+VERDICTS = ("holds", "open", "reversed", "on a par", "not told apart", "not run")
+
 # Comparisons of two arms that were chosen after the runs: (panel, first, second, metric).
 POST_HOC = {
     "figure1": [("DPO", "offline + humanline", "offline", "judge")],
@@ -152,13 +154,27 @@ def test_every_claim_is_in_the_csv_that_its_row_leads_to(differences):
     checked = 0
     for line in CLAIMS.splitlines():
         link = re.search(r"\]\[(\w+)\] \|$", line)
-        if link and link[1] in links:
-            *_, here, verdict, _ = line.strip("| ").split(" | ")
-            assert verdict in ("holds", "open", "reversed", "on a par", "not run"), line
+        cells = line.strip("| ").split(" | ")
+        if link and link[1] in links and len(cells) == 5:
+            *_, here, verdict, _ = cells
+            assert verdict.partition(",")[0] in VERDICTS, line
             numbers = re.sub(r"(?<=KTO )0\.28|(?<=GRPO )0\.20|DPO 0\.008, GRPO −0\.0001", "", here)
             assert not stray(numbers, links[link[1]], differences), line
             checked += 1
     assert checked >= 12
+
+
+def test_what_the_reviewers_asked_is_answered_by_the_csvs_of_the_linked_studies(differences):
+    links = dict(re.findall(r"^\[(\w+)\]: \S+?#(\w+)$", CLAIMS, re.MULTILINE))
+    section = CLAIMS.partition("## What the reviewers")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    for _, here, *studies in rows[1:]:
+        names = [links[link] for link in re.findall(r"\]\[(\w+)\]", " ".join(studies))]
+        here = re.sub(r"DPO 0\.008, GRPO −0\.0001", "", here)  # tested below
+        assert names or not re.search(NUMBER, here), here
+        for name in names:
+            assert not stray(here, name, differences), here
+    assert len(rows) >= 6
 
 
 @pytest.mark.parametrize("text", [CLAIMS, STUDIES, README], ids=["replication.md", "studies.md", "README"])
@@ -186,6 +202,132 @@ def test_what_else_the_claims_say_follows_from_the_csvs():
         arms = ("trust region", "offline + humanline")
         line = study.welch(reported("figure10"), script, *arms, "judge")
         assert rounds_to(difference, line["difference"]) and line["p_equivalent"] < 0.05
+
+
+def script_arms(phase: str, column: str, script: str) -> pd.DataFrame:
+    """Returns a column of the study of stories, for a script: a row for each draw, a column for each arm."""
+    table = pd.read_csv(pictures.RESULTS / "stories.csv")
+    table = table[(table.phase == phase) & table.panel.str.startswith(f"{script} ")]
+    return table.pivot_table(column, "panel", "arm")
+
+
+def ends(arm: str, flags: str) -> tuple[float, float]:
+    """Returns the mean score and the mean KL at the end of GRPO's tuning runs on stories with some flags."""
+    table = pd.read_csv(pictures.RESULTS / "stories.csv")
+    runs = table[(table.phase == "tuning") & table.panel.str.startswith("GRPO ") & (table.arm == arm)]
+    for flag in flags.split(", "):
+        runs = runs[(runs.command + " ").str.contains(f"--{flag} ", regex=False)]
+    runs = runs[runs.command.str.count("--epsilon") < 2]  # without the runs that tune humanline's ε
+    assert len(runs) == 2
+    return runs.judge.mean(), runs.kl.mean()
+
+
+def in_words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_the_lead_on_stories_falls_at_every_checkpoint_after_step_60():
+    leads = []
+    for step in (60, 75, 90, 105, 120):
+        scores = script_arms("reported", f"judge@{step}", "GRPO")
+        leads.append((scores["offline + humanline"] - scores["offline"]).mean())
+    assert leads == sorted(leads, reverse=True)
+    words = [f"{lead:.3f}" for lead in leads]
+    assert f"every checkpoint: {', '.join(words[:-1])} and {words[-1]}" in in_words(STUDIES)
+    assert f"every checkpoint, from {words[0]} to {words[-1]}*" in in_words(CLAIMS)
+
+
+@pytest.fixture(scope="module")
+def frontier() -> dict[str, list[tuple]]:
+    """Returns the ends of GRPO's tuning runs on stories, at a learning rate of 1e-4 and at 3e-4."""
+    arms = {
+        "offline, no clip": ("offline", "epsilon 1e9"),
+        "humanline, k = 4": ("offline + humanline", "k 4"),
+        "humanline, k = 1": ("offline + humanline", "k 1"),
+        "online": ("online", "online"),
+    }
+    found = {}
+    for name, (arm, flag) in arms.items():
+        found[name] = [ends(arm, f"{flag}, lr {lr}") for lr in ("0.0001", "0.0003")]
+    return found
+
+
+def test_the_table_of_runs_that_end_at_several_distances_is_of_the_csv(frontier):
+    for name, row in frontier.items():
+        cells = " | ".join(f"{score:.3f} ({kl:.0f})" for score, kl in row)
+        assert f"| {name} | {cells} |" in STUDIES
+    score, kl = ends("online", "lr 0.001")
+    assert f"lr 1e-3: {score:.3f} ({kl:.0f})" in STUDIES
+
+
+def test_what_is_said_of_distances_on_stories_follows_from_the_csv(frontier):
+    (first, near), (second, far) = frontier["offline, no clip"]
+    tie = f"{first:.3f} at {near:.0f} nats with one learning rate, and {second:.3f} at {far:.0f} nats"
+    assert tie in in_words(CLAIMS)
+    online, synced = frontier["online"][0][0], frontier["humanline, k = 4"][0][0]
+    assert f"online {online:.3f}, offline {first:.3f}, humanline {synced:.3f}" in in_words(CLAIMS)
+    kls = script_arms("reported", "kl", "GRPO").mean()
+    for text in (CLAIMS, STUDIES):
+        assert f"{kls['offline + humanline'] / kls['offline']:.1f} times as far" in in_words(text)
+    _, tuned = frontier["humanline, k = 1"][1]
+    assert f"other learning rate it is {tuned / far:.1f}" in in_words(STUDIES)
+
+
+def test_both_arms_of_kto_on_stories_are_nearly_the_same_run():
+    apart = []
+    for step in (15, 30, 45, 60, 75):
+        scores = script_arms("reported", f"judge@{step}", "KTO")
+        apart.append((scores["offline + humanline"] - scores["offline"]).abs().max())
+    assert f"no draw are more than {max(apart):.3f} apart" in in_words(STUDIES)
+    assert script_arms("reported", "kl@15", "KTO").online.min() > 5  # so nothing is said at 5 nats
+
+
+def seconds_on_stories(phase: str) -> pd.DataFrame:
+    """Returns the medians of the seconds: a row for each script, a column for each arm."""
+    table = pd.read_csv(pictures.RESULTS / "stories.csv")
+    table["script"] = table.panel.str.split().str[0]
+    return table[table.phase == phase].groupby(["script", "arm"]).seconds.median().unstack()
+
+
+def test_online_takes_two_to_three_times_the_seconds():
+    words = []
+    for phase in ("reported", "tuning"):
+        medians = seconds_on_stories(phase)
+        ratios = [medians.online / medians[arm] for arm in ("offline", "offline + humanline")]
+        words.append(f"{np.min(ratios):.1f} to {np.max(ratios):.1f} times in the")
+    assert f"{words[0]} report, {words[1]} tuning" in in_words(CLAIMS)
+    assert f"{words[0]} report and {words[1]} tuning" in in_words(STUDIES)
+
+
+def test_the_seconds_of_every_arm_on_stories_are_medians_of_the_csv():
+    section = STUDIES.partition("## `stories`")[2].partition("\n## ")[0]
+    medians = seconds_on_stories("reported").stack().dropna()
+    for (script, arm), seconds in medians.items():
+        row = re.search(rf"^\| {script} {re.escape(arm)} \|.* (\d+) \|$", section, re.MULTILINE)
+        assert row[1] == f"{seconds:.0f}", row[0]
+    assert len(medians) == 10
+
+
+def test_the_lead_of_tuned_humanline_on_tasks_comes_from_the_fourth():
+    table = pd.read_csv(pictures.RESULTS / "tasks.csv")
+    table = table[(table.phase == "tuning") & table.panel.str.startswith("GRPO ")]
+    fourth = table[table.panel == "GRPO 4"].groupby("arm").judge.agg(["size", "min", "max"])
+    assert fourth["size"]["offline"] == 12 and rounds_to("−0.059", fourth["max"]["offline"])
+    assert rounds_to("0.332", fourth["min"]["offline, no clip"])
+    assert rounds_to("0.470", fourth["max"]["offline, no clip"])
+    scores = []
+    for arm, flags in (("offline + humanline", "--k 16 --epsilon 0.15"), ("offline", "--epsilon 2")):
+        rate = 3e-4 if "--k" in flags else 1e-3
+        runs = table[(table.arm == arm) & (table.lr == rate) & table.command.str.endswith(flags)]
+        scores.append(runs.set_index("panel").judge.drop("GRPO 4"))
+    assert len(scores[0]) == 4 and rounds_to("−0.093", (scores[0] - scores[1]).mean())
+
+
+def test_by_the_judge_one_pair_of_bounds_is_ahead_of_the_default():
+    table = pd.read_csv(pictures.RESULTS / "table6_arms.csv").query("p_holm < 0.05")
+    (line,) = table[table.metric == "judge"].itertuples()
+    assert line.arm == "[-1.0, 2.0]" and line.difference > 0 and rounds_to("0.041", line.p_holm)
+    assert not set(table.metric) & {"eval/reward"}
 
 
 def test_the_learning_curves_are_of_the_planned_runs_from_the_first_step_to_the_last():
