@@ -506,7 +506,7 @@ def best_and_worst(samples: list[utils.Example], threshold: float):
 
 
 class Evaluation(NamedTuple):
-    statistics: dict  # {name: (mean, standard error)}
+    statistics: dict  # {name: (mean, standard error, n)}
     logps: torch.Tensor | None  # (2P, T) nats: P chosen completions, then P rejected ones
     samples: list  # one sample for the prompt of each of the first --eval-samples rows
 

@@ -141,6 +141,9 @@ TOY = dict(
     generation_batch_size=256,
 )
 TOY_ONLINE = dict(dataset=f"{FOLDER}/prompts_train.jsonl.gz")
+# A Python function can give the rewards of samples, instead of --reward-model. Replace None by its name
+# (docs/grpo.md has an example). It gets a list of utils.Example, and returns a tensor with their rewards.
+SCORE = None
 
 
 # === Loss ===
@@ -208,7 +211,7 @@ def sync_reference(reference, policy):
 
 # === Training ===
 def main(args: Args):
-    rank, world, device = run.setup(args, args.batch_size)  # also replaces --dtype auto in args
+    rank, world, device = run.setup(args, args.batch_size, SCORE)  # also replaces --dtype auto in args
 
     # The data is read before the models, so that errors in it appear before minutes of loading.
     tokenizer, eos_ids = utils.load_tokenizer(args)
@@ -219,7 +222,7 @@ def main(args: Args):
     policy, reference = load_models(args, device, longest)
     # For online rounds and for evaluation. It loads the reward model now, and its engine with the first
     # samples.
-    sampler = utils.Sampler(args, tokenizer, eos_ids, device, longest)
+    sampler = utils.Sampler(args, tokenizer, eos_ids, device, longest, SCORE)
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=args.lr,
@@ -615,7 +618,7 @@ def best_and_worst(samples: list[utils.Example], threshold: float):
 
 
 class Evaluation(NamedTuple):
-    statistics: dict  # {name: (mean, standard error)}
+    statistics: dict  # {name: (mean, standard error, n)}
     logps: torch.Tensor | None  # (2P, T) nats: the best completions of P groups, then the worst ones
     samples: list  # one sample for the prompt of each of the first --eval-samples rows
 

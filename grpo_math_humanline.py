@@ -361,7 +361,8 @@ def encode_row(args, tokenizer, eos_ids, row):
         prompt = [system, {"role": "user", "content": prompt}]
     prompt_ids, _ = utils.encode(tokenizer, eos_ids, prompt)
     utils.check_prompt(args, prompt_ids)
-    # Some templates begin the answer. Their tag counts for the rewards of the format.
+    # Some chat templates end the prompt with "<think>\n", which the rewards of the format then count. It has
+    # 8 characters, so at most 8 tokens.
     end = tokenizer.decode(prompt_ids[-8:])
     opening = end[end.rindex("<think>") :] if end.rstrip().endswith("<think>") else ""
     return (utils.Example(prompt, prompt_ids, answer=gold_answer(row), opening=opening),)
@@ -502,7 +503,7 @@ def sample_round(args, sampler, grader, policy, problems: list[tuple], step: int
 
 
 class Evaluation(NamedTuple):
-    statistics: dict  # {name: (mean, standard error)}
+    statistics: dict  # {name: (mean, standard error, n)}
     samples: list  # one sample for each of the first --eval-samples problems
 
 
@@ -541,21 +542,22 @@ TIME_LIMIT = 5.0  # CPU seconds for grading one answer
 # followed by up to 30 characters of the same sentence, then by " is", " are", a colon or a line break: "The
 # answer (in cm) is 5".
 ANSWER_IS = r"(?i:answer)[^.\n]{0,30}?(?: is| are|[:\n])|\bA:|####"
-# A number, maybe of dollars or with a unit, and words of a sentence that take back a result.
+# A number, maybe in dollars (`rewrite` has made "$$" of "$") or with a unit.
 NUMBER = r"(-?\$*\d[\d.,/]*)(?: [a-z]+)?"
+# Words with which a sentence takes back its result.
 TAKES_BACK = r"(?i)\b(?:or|not|if|maybe|perhaps|either|neither|between|than|could|guess|wrong|incorrect)\b"
 # What two spellings of a formula may differ in: white space, braces, the size of fractions and parentheses.
 SPELLING = r"\s|[{}]|\\left|\\right|\\displaystyle|\\[!,; ]|(?<=\\)[dt](?=frac|binom)"
 # A formula with an operator or a function is a computation.
 COMPUTATION = r"[+*/^!]|[\w)}]\s*-|\\(?:times|cdot|div|[dt]?frac|sqrt|[dt]?binom|log|ln|a?r?c?(?:sin|cos|tan)"
 COMPUTATION += r"|sec|csc|cot|lceil|lfloor|sum|prod|int|lim|gcd|max|min|[bp]mod)"
-# Marks and units around a number.
-UNIT = r"\\[!,; ]|\\?\$|\\?%|\^?\{?\\circ\}?|\\text\{.*|(?<=\d),(?=\d{3})| ?[a-z]*$"
+# What `is_numeral` removes: LaTeX spaces, $, %, degrees, \text{...}, the comma of 24,000, and a last word in
+# lower case.
+MARKS_AND_UNITS = r"\\[!,; ]|\\?\$|\\?%|\^?\{?\\circ\}?|\\text\{.*|(?<=\d),(?=\d{3})| ?[a-z]*$"
 # Parts of an answer that math_verify would misread, and what replaces them.
 REWRITES = {
-    # \(x = 5.\) -> $$x = 5$$. The mark \( \) \[ \] $ or $$ becomes $$. A full stop before it is removed.
-    # Without a full stop, the mark must not follow a backslash: \$ is a currency, \\[ is a line break of a
-    # matrix.
+    # \(x = 5.\) -> $$x = 5$$. Each mark of a formula, \( \) \[ \] $ or $$, becomes $$, and a full stop before
+    # it is removed. After a backslash it is no such mark: \$ is a currency, \\[ breaks a line of a matrix.
     r"(?:\.\s*|(?<!\\))(?:\\[()\[\]]|\$\$?)": "$$",
     # 24{,}000 -> 24000, and the same for 24\,000 and 24 000.
     r"(?<=\d)(?:,\\!|\\[,; ]|\{,\}| )(?=\d{3}(?!\d))": "",
@@ -605,6 +607,7 @@ def extract_answer(text: str) -> str:
         2. the sentence after the last "answer is" (ANSWER_IS; also inside a box),
         3. the last formula, which math_verify finds by itself,
         4. the result that the last sentence states (`stated_result`), or else the complete text.
+    2, 3 and 4 also apply to the content of a box.
     """
     from latex2sympy2_extended.math_normalization import extract_boxed_content
 
@@ -613,21 +616,20 @@ def extract_answer(text: str) -> str:
     # Neighboring boxes are one answer: \boxed{4} or \boxed{5} -> 4,5. extract_boxed_content would also join
     # boxes up to 70 characters apart. Therefore everything before the last box is removed, unless a box may
     # end right before it, as in "\boxed{4}$, and $\boxed{5}".
-    may_follow_box = "}" in before[-9:]
+    may_follow_box = "}" in before[-9:]  # "}$, and $" has 9 characters
     if not may_follow_box:
         text = box + after
     text = extract_boxed_content(text, "last")  # returns the text if it has no box
-    *before, text = re.split(ANSWER_IS, text)
-    is_introduced = bool(before)
+    *introductions, text = re.split(ANSWER_IS, text)
+    is_introduced = bool(introductions)
     if is_introduced:
         text = re.split(r"\.\s|\n\n", text.strip())[0]
     text = text.strip(" \n:*").rstrip(".*")  # ": **5.**" -> "5"
     text = rewrite(text)
-    # A text with a formula (two marks) and without an introduction stays as it is, because math_verify takes
-    # only the last formula of it. Everything else becomes a box, of which math_verify parses all.
+    # math_verify parses all of a box, but only the last formula ("$$" twice) of another text.
     if is_introduced:
         return f"\\boxed{{{text}}}"
-    if text.count("$$") < 2:
+    if text.count("$$") < 2:  # no formula; also the content of a box
         return f"\\boxed{{{stated_result(text)}}}"
     return text
 
@@ -650,7 +652,8 @@ def stated_result(text: str) -> str:
     result = re.fullmatch(NUMBER, results[0].strip()) if len(results) == 1 else None
     if not result or re.search(TAKES_BACK, sentence):
         return text
-    words, numbers = re.match(r"(.*[A-Za-z]{2}[,:]?(?: |$))?(.*)", computation).groups()
+    # "So, 17 + 25 " -> "17 + 25 ": without everything up to the last word
+    numbers = re.sub(r"^.*[A-Za-z]{2}[,:]?(?: |$)", "", computation)
     if re.search(r"[A-Za-z]", numbers):  # an equation for an unknown number
         return text
     return f"{numbers} = {result[1]}" if numbers.strip() else result[1]
@@ -679,32 +682,30 @@ def parse_answer(text: str):
 def answer_formula(text: str) -> str:
     """Returns the LaTeX of the answer in a text: the content of the box, or the last formula."""
     latex = extract_answer(text)
-    return latex.split("$$")[-2] if "$$" in latex else latex[len("\\boxed{") : -1]
+    return latex.split("$$")[-2] if latex.count("$$") > 1 else latex[len("\\boxed{") : -1]
 
 
 def is_copied(gold: str, text: str, problem: str) -> bool:
     """Returns whether the answer in a text stands in the problem, but is not the gold answer's text."""
-    same = {r"\times": "*", r"\cdot": "*"}
     formulas = []
-    for formula in (gold, answer_formula(text), problem):
+    for formula in (answer_formula(gold), answer_formula(text), problem):
         formula = re.sub(SPELLING, "", formula)
-        for sign, other in same.items():
-            formula = formula.replace(sign, other)
-        formulas.append(formula.strip(".+"))
+        formulas.append(re.sub(r"\\times|\\cdot", "*", formula).strip(".+"))
     gold, answer, problem = formulas
-    # In 17 + 25 = 42 only one side is copied, and in x = 17 + 25 the only one that is not a name.
+    # In 17 + 25 = 42 only one side is copied. In x = 17 + 25 the only side with a digit or a command is.
     sides = [side.strip(".+") for side in answer.split("=") if re.search(r"\d|\\", side)]
-    sides = [re.sub(r"^\((.*)\)$", r"\1", side) for side in sides]
+    sides = [re.sub(r"^\((.*)\)$", r"\1", side) for side in sides]  # (17 + 25) -> 17 + 25
+    # A side does not count if it is only a part of a longer number.
     copied = [re.search(rf"(?<![\d.]){re.escape(side)}(?!\.?\d)", problem) is not None for side in sides]
     return answer != gold and bool(sides) and all(copied)
 
 
 def is_numeral(latex: str) -> bool:
-    """Returns whether an answer is one number, maybe with a unit, and no computation.
+    """Returns whether an answer is one number and no computation. A unit is ignored.
 
-    A fraction is one number if it is in lowest terms.
+    3/4 is a number, but 10/4, which is not in lowest terms, is a computation.
     """
-    latex = re.sub(UNIT, "", latex).strip()
+    latex = re.sub(MARKS_AND_UNITS, "", latex).strip()
     fraction = re.fullmatch(r"-?(?:\\[dt]?frac\{?(\d+?)\}?\{?(\d+)\}?|(\d+)/(\d+))", latex)
     if fraction:
         numbers = [int(number) for number in fraction.groups() if number]
@@ -721,7 +722,7 @@ def is_identical(gold_value, value) -> bool:
 
 
 def is_same_number(gold_value, value) -> bool:
-    """Returns whether two numbers that math_verify found equal are equal. It rounds to 6 decimals.
+    """Returns whether two numbers that math_verify found equal really are: math_verify rounds to 6 decimals.
 
     Rational numbers must be equal exactly, and others to 5 digits. The same holds for the numbers in tuples,
     sets and intervals. Returns True for everything else.
@@ -755,8 +756,9 @@ def grade(gold: str, text: str, problem: str) -> bool | None:
     gold_value, value = parse_answer(gold), parse_answer(text)
     if gold_value is None:
         return None
-    # A computation or a number that was copied from the problem is no answer, unless the gold answer is the
-    # same text. But the same number with another unit or mark may stand in the problem, too: 90^\circ for 90.
+    # What is copied from the problem is no answer, unless the gold answer is the same text. A number of the
+    # gold answer's value and kind is never a copy: 90^\circ is right for 90, wherever it stands. But 0.75 for
+    # \frac{3}{4} may be one.
     formula = answer_formula(text)
     if is_numeral(formula):
         may_be_copy = not is_identical(gold_value, value)
@@ -765,12 +767,13 @@ def grade(gold: str, text: str, problem: str) -> bool | None:
     if may_be_copy and is_copied(gold, text, problem):
         return False
     # 10_2 is another number than 10, but math_verify drops the base.
-    bases = [re.findall(r"\d_\{?(\d+)", answer) for answer in (gold, extract_answer(text))]
-    if bases[1] and bases[0] != bases[1]:
+    both = (extract_answer(gold), extract_answer(text))
+    gold_bases, bases = [re.findall(r"\d_\{?(\d+)", answer) for answer in both]
+    if bases and bases != gold_bases:
         return False
-    # math_verify would compare one side of an equation alone. If the gold answer is no equation, every side
-    # must equal it, except names like x and f(2). So x = 4 is 4, and x = 4 = 5 (for sympy: x = 4 and 4 = 5)
-    # is neither 4 nor 5.
+    # Of an equation, math_verify would compare one side alone. Here every side must equal the gold answer,
+    # unless this is an equation itself. Names such as x and f(2) are skipped. So x = 4 is 4. And x = 4 = 5,
+    # for sympy (x = 4) and (4 = 5), is neither 4 nor 5.
     values = [value]
     if isinstance(value, And | Eq) and not isinstance(gold_value, Eq):
         sides = [side for equation in value.atoms(Eq) for side in equation.args]

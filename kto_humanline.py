@@ -586,7 +586,7 @@ def best_and_worst(samples: list[utils.Example], threshold: float):
 
 
 class Evaluation(NamedTuple):
-    statistics: dict  # {name: (mean, standard error)}
+    statistics: dict  # {name: (mean, standard error, n)}
     logps: torch.Tensor | None  # (B, T) nats, of the held-out completions
     samples: list  # one sample for the prompt of each of the first --eval-samples rows
 

@@ -51,8 +51,9 @@ def hide_bar() -> bool:
 
 # === Errors ===
 # Bad input and a full disk end a run with one line and exit status 1. Every other exception is a bug, maybe
-# in an edited loss, and keeps its traceback. A new check should raise InputError. A new call of a library
-# that may fail because of the user's input belongs inside `library_errors`.
+# in an edited loss, and keeps its traceback. (`load_checkpoint` reports any exception of reading as damage.)
+# A new check should raise InputError. A new call of a library that may fail because of the user's input
+# belongs inside `library_errors`.
 
 
 class InputError(Exception):
@@ -80,8 +81,9 @@ def exit_on_input_error():
         message = ": ".join([*getattr(error, "__notes__", []), str(error)])
         tqdm.write(f"error: {message}", file=sys.stderr)  # clears the progress bar first
         if dist.is_initialized() and dist.get_backend() == "gloo":
-            # Otherwise gloo's threads abort the process when it exits. (With NCCL this was not tried: its
-            # shutdown may wait for ranks that are still in a collective.)
+            # Otherwise gloo's threads abort the process when it exits. A run on GPUs has these threads too
+            # (`setup`), but its group stays: NCCL's shutdown may wait for ranks that are still in a
+            # collective. This was not tried.
             dist.destroy_process_group()
         raise SystemExit(1) from None
 
@@ -170,12 +172,13 @@ def parse_args(
     # --help shows this description.
     args = tyro.cli(Args, args=flags, default=default, description=f"{doc}\nThe defaults below are {source}.")
     if given.resume:
-        for name in ORDER & vars(args).keys():
+        for name in FIXED_BY_RESUME & vars(args).keys():
+            # An offline run has drawn no rounds, so it may go online with rounds of any size.
             was_in_effect = name != "round_prompts" or default.online
             if was_in_effect and getattr(args, name) != getattr(default, name):
                 raise InputError(
                     f"--{name.replace('_', '-')} cannot be changed by --resume: "
-                    "rows would be skipped or repeated"
+                    "the rows of the next steps depend on it"
                 )
     print_main(f"{source}; flags: {shlex.join(flags)}")
     return args
@@ -186,14 +189,15 @@ OTHER_NAMES = {
     "--learning-rate": "--lr",
     "--max-steps": "--num-steps",
     "--num-train-epochs": "--num-steps",
-    "--per-device-train-batch-size": "--batch-size, over all ranks,",
+    "--per-device-train-batch-size": "--batch-size (grpo_math: --prompts-per-step), over all ranks,",
     "--gradient-accumulation-steps": "--micro-batch-tokens",
     "--model-name-or-path": "--model",
     "--dataset-name": "--dataset",
 }
 
-# Flags that decide which rows a step trains on.
-ORDER = {"batch_size", "group_size", "prompts_per_step", "round_prompts", "seed"}
+# Flags that --resume must not change: the rows of a step, or the groups that wait in the pool, depend on
+# them.
+FIXED_BY_RESUME = {"batch_size", "group_size", "prompts_per_step", "round_prompts", "seed"}
 
 
 # Ranges of all four scripts' numbers. Those in POSITIVE must be positive, and those in AT_MOST_1 at most 1.
@@ -217,9 +221,10 @@ MAY_BE_INFINITE = {"log_epsilon_P", "log_epsilon_R", "epsilon", "max_grad_norm",
 AT_MOST_1 = {"top_p", "warmup_fraction", "vllm_memory"}
 
 
-def check_flags(args, batch_size: int):
+def check_flags(args, batch_size: int, score=None):
     """Raises InputError if a flag is out of range or contradicts another one.
 
+    score: a function that replaces --reward-model.
     batch_size: the number of sequences or pairs in a step, which must be divisible by the number of ranks.
     """
     for name, value in vars(args).items():
@@ -243,11 +248,11 @@ def check_flags(args, batch_size: int):
         raise InputError("--engine vllm needs vllm, which is not installed")
     if not args.dataset:
         raise InputError(f"--model {args.model} needs a --dataset")
-    if getattr(args, "online", False) and not args.reward_model:
+    if getattr(args, "online", False) and not (args.reward_model or score):
         raise InputError("--online needs a --reward-model")
     world = int(os.environ.get("WORLD_SIZE", 1))
     for name in ("shard_size", "vllm_tensor_parallel"):
-        size = getattr(args, name) or 1  # --shard-size 0: all ranks
+        size = getattr(args, name) or 1  # --shard-size 0, all ranks, always divides
         if world % size:
             flag = f"--{name.replace('_', '-')} {size}"
             raise InputError(f"{flag} does not divide the number of ranks, {world}")
@@ -288,12 +293,12 @@ def load_args(Args, folder: Path, file: str):
 PATHS = {"dataset", "eval_dataset", "model", "reward_model", "chat_template", "output_dir", "resume"}
 
 
-def setup(args, batch_size: int):
+def setup(args, batch_size: int, score=None):
     """Checks the flags and starts the process group. Returns rank, world size and device.
 
     Raises InputError if the ranks were started with different flags. Resolves --dtype auto in `args`.
     """
-    check_flags(args, batch_size)
+    check_flags(args, batch_size, score)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         # Sequence lengths vary, which fragments GPU memory. This variable must be set before CUDA starts.
@@ -364,7 +369,7 @@ class Signals:
 
 
 # === Rows ===
-# The rows of a file. To read another kind of file, extend `read_rows`. To read other columns, edit
+# The rows of a file. To read another kind of file, extend `load_rows`. To read other columns, edit
 # `encode_row` in the script.
 
 
@@ -386,8 +391,8 @@ class Row(dict):
 def read_rows(name: str, split: str):
     """Yields (number, row) of a .jsonl, .jsonl.gz or .parquet file, or of a Hub data set.
 
-    Numbers count from 1 the lines of a .jsonl file, or else the rows. At the end, the columns that were never
-    read are printed.
+    The lines of a .jsonl file are numbered from 1, and so are the rows of other files. At the end, the
+    columns that were never read are printed.
 
     split: the split of a Hub data set; files have none.
     """
@@ -399,7 +404,7 @@ def read_rows(name: str, split: str):
     for number, values in rows:
         row = Row(values) if isinstance(values, dict) else values  # utils.check_row refuses what is no dict
         yield number, row
-        for column in row:
+        for column in row:  # by now the caller has read the row
             columns[column] = columns.get(column, False) or column in row.read
     unread = [column for column, was_read in columns.items() if not was_read]
     if unread:
@@ -602,7 +607,9 @@ def load_checkpoint(folder: Path, policy, reference, optimizer, data_hash: str) 
             raise InputError("--resume: --dataset or its tokens have changed since the checkpoint")
         print_main(f"{progress.step} steps are done: resumes from {checkpoint}")
         return progress
-    if (folder / "metrics.jsonl").exists():  # an earlier process has trained here
+    # An earlier process has trained here, and its checkpoints are damaged or missing. A run that ended before
+    # its first step has neither, and may start at step 0.
+    if checkpoints or (folder / "metrics.jsonl").exists():
         raise InputError(f"--resume {folder}: it has no complete checkpoint; start over in another folder")
     return Progress(data_hash)
 
@@ -615,14 +622,14 @@ def restore(checkpoint: Path, policy, reference, optimizer) -> Progress:
     for i, group in enumerate(progress.pool):  # JSON has turned all tuples into lists
         progress.pool[i] = tuple(Example(*fields) for fields in group)
     state = training_state(policy, reference, optimizer)
+    # A weight that never had a gradient has no Adam moments in the checkpoint. allow_partial_load keeps the
+    # zeros that `training_state` created. It would also keep weights of --model that the checkpoint lacks, so
+    # these are compared first.
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    # allow_partial_load, below, would silently keep a weight of --model that the checkpoint lacks.
     shapes = {f"policy.{name}": weight.shape for name, weight in state["policy"].items()}
     if shapes != {name: entry.size for name, entry in saved.items() if name.startswith("policy.")}:
         raise InputError("--resume: the checkpoint's weights are not those of --model")
-    # A weight that never had a gradient has no Adam moments in the checkpoint. Its moments stay the zeros
-    # that `training_state` created.
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     dcp.load(state, checkpoint_id=checkpoint, planner=planner)  # fills the weights in place
     # set_optimizer_state_dict replaces AdamW's settings by the checkpoint's. Those of the flags are put back.
     settings = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
@@ -652,11 +659,10 @@ def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
             eos_token_id=sorted(eos_ids),
             pad_token_id=tokenizer.pad_token_id,
         )
-        # save_pretrained writes the model's current dtype into config.json.
+        # save_pretrained writes the model's current dtype into config.json, which would be float32.
         policy.to(policy.config.dtype)
         with library_errors(f"{folder} could not be written"):
-            # The slash makes a file of this name an error. Otherwise transformers would silently write
-            # nothing.
+            # The slash makes a file of this name an error. Otherwise transformers would write nothing.
             policy.save_pretrained(f"{folder}/", state_dict=weights)
             tokenizer.save_pretrained(folder)
 
@@ -664,7 +670,7 @@ def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
 # === Logs ===
 # Metrics of a step, their files, and the report at the end. Every metric is a plain number in a dict, {name:
 # number}; a new one in the script's `metrics` appears in metrics.jsonl and TensorBoard without any change
-# here. `step`, `loss` and `grad_norm` must be among them.
+# here. `step`, `loss`, `grad_norm` and `perf/step_time` must be among them.
 
 
 class Means:
@@ -717,7 +723,7 @@ def perf_metrics(started: float, tokens: int) -> dict[str, float]:
     """Returns the time and throughput of a step that began at `started`, and the peak memory.
 
     The peak is the largest of all ranks, in GiB: allocated CUDA memory or, on the CPU, resident memory. It is
-    counted from the start of the process. When vLLM starts, it starts the count of CUDA memory anew.
+    counted from the start of the process. vLLM resets the peak of CUDA memory when it starts.
     """
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated() / 2**30
@@ -732,30 +738,29 @@ def perf_metrics(started: float, tokens: int) -> dict[str, float]:
     }
 
 
-NUM_WRITTEN = 16  # samples of an evaluation that samples.jsonl keeps
-
-
 def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple], groups_per_step: int):
     """Prints what a run will do, and the first prompt as the policy reads it."""
     parameters = sum(parameter.numel() for parameter in policy.parameters())
-    final = sum(
+    final_bytes = sum(
         parameter.numel() * policy.dtypes[name].itemsize for name, parameter in policy.named_parameters()
     )
-    # in fp32 the policy and two moments of Adam; the reference in bf16 if --dtype is
-    checkpoint = parameters * (14 if args.dtype == "bfloat16" else 16)
+    # bytes per parameter: policy and two Adam moments in fp32 (12), reference in bf16 (2) or fp32 (4)
+    checkpoint_bytes = parameters * (14 if args.dtype == "bfloat16" else 16)
     plan = f"{args.num_steps} steps"
-    if getattr(args, "online", False):
+    online = getattr(args, "online", False)
+    if online:
         plan += f", rounds of {min(args.round_prompts, len(groups))} of {len(groups)} prompts"
     else:
         epochs = args.num_steps * groups_per_step / len(groups)
         plan += f" of {groups_per_step} rows, {epochs:.3g} epochs of {len(groups):,} rows"
     lengths = [example.length for group in groups for example in group if example.completion_ids]
-    if lengths:
+    if lengths and not online:
         tokens = sum(lengths) / len(groups) * groups_per_step
         plan += f", about {tokens:,.0f} tokens a step"
     print_main(f"model: {args.model}, {parameters:,} parameters, {args.dtype}")
     print_main(f"training: {plan}")
-    print_main(f"files: {folder}; a checkpoint has {checkpoint / 1e6:,.0f} MB, final/ {final / 1e6:,.0f} MB")
+    sizes = f"a checkpoint has {checkpoint_bytes / 1e6:,.0f} MB, final/ {final_bytes / 1e6:,.0f} MB"
+    print_main(f"files: {folder}; {sizes}")
     first = groups[0][0]
     print_main(f"the first prompt ({len(first.prompt_ids)} tokens):\n{tokenizer.decode(first.prompt_ids)}")
     if first.completion_ids:
@@ -763,11 +768,14 @@ def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple], group
         print_main(f"its completion ({len(first.completion_ids)} tokens):\n{text}")
 
 
+NUM_WRITTEN = 16  # samples of an evaluation that samples.jsonl keeps
+
+
 class Log:
     """Writes metrics.jsonl, samples.jsonl and TensorBoard's files, and shows a run's progress, on rank 0."""
 
     def __init__(self, args, folder: Path, start: int, before):
-        """start: the number of completed steps. Metrics of later steps, from before a resume, are removed.
+        """start: the number of completed steps. Lines of later steps, which are repeated, are removed.
 
         before: the evaluation before training, which TensorBoard shows at step 0.
         """
@@ -790,6 +798,7 @@ class Log:
                 kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < start]
                 write_file(path, "".join(f"{line}\n" for line in kept))
         else:
+            self.samples_path.unlink(missing_ok=True)  # of a process that ended before its first step
             self.write_tensorboard(self.evaluation(0, before), 0)
 
     def evaluation(self, step: int, evaluation) -> dict[str, float]:
@@ -802,13 +811,11 @@ class Log:
                 line = {"step": step, "prompt": sample.question, "sample": sample.text}
                 line |= {"reward": sample.reward, "finished": sample.finished}
                 file.write(json.dumps(line | {"tokens": len(sample.completion_ids)}) + "\n")
-        finished = means.get("eval/finished", 1.0)
-        reward = means.get("eval/reward", -math.inf)
-        first_reward, *_ = self.before.statistics.get("eval/reward", (math.inf,))
-        if finished < 0.5 and reward > first_reward:
-            tqdm.write(
-                f"warning: the reward has risen, but only {finished:.0%} of the samples end by themselves"
-            )
+        if "eval/reward" in means:  # there is a reward model
+            first_reward, *_ = self.before.statistics["eval/reward"]
+            finished = means["eval/finished"]
+            if finished < 0.5 and means["eval/reward"] > first_reward:
+                tqdm.write(f"warning: the reward has risen, but only {finished:.0%} of the samples end")
         return means
 
     def write(self, metrics):
@@ -820,7 +827,7 @@ class Log:
         self.write_tensorboard(metrics, metrics["step"])
         done = metrics["step"] + 1
         if metrics.get("grpo/zero_advantage_groups") == 1:
-            tqdm.write(f"warning: step {done}: all rewards of a problem are equal, so nothing is learned")
+            tqdm.write(f"warning: step {done}: in every group all rewards are equal, so advantages are 0")
         self.bar.set_postfix(loss=metrics["loss"], grad_norm=metrics["grad_norm"], refresh=False)
         self.bar.update()
         if self.bar.disable and done % math.ceil(self.num_steps / 10) == 0:  # in a log file

@@ -39,7 +39,7 @@ import run
 # === Token ids ===
 # From the rows of a data set to token ids. Training on a wrong token raises no error and shows in no metric.
 # `encode` therefore refuses everything that it cannot tokenize exactly. To read another kind of file, extend
-# `run.read_rows`. To read other columns, edit `encode_row` in the script. If you build Examples in another
+# `run.load_rows`. To read other columns, edit `encode_row` in the script. If you build Examples in another
 # way, end their completion_ids with an EOS token, unless the completion is truncated. (A completion whose
 # text spells an EOS token ends there.)
 
@@ -91,7 +91,8 @@ def longest_sequence(args, groups: list[tuple]) -> int:
 class SkipRow(Exception):
     """Raised to skip a row, with the reason. run.InputError means a malformed row, and ends the run."""
 
-    length = 0  # number of tokens of a prompt that is too long
+    # tokens of a prompt that `check_prompt` refuses, for `summarize_groups`; 0: another reason
+    prompt_length = 0
 
 
 # Other formats keep parts of the prompt in these columns (Alpaca, LLaMA-Factory, TRL, vision models,
@@ -105,6 +106,7 @@ def check_row(row):
     """Raises InputError if a row is not a dict, or if a part of its prompt would not be read."""
     if not isinstance(row, dict):
         raise run.InputError("a row must be an object with named columns")
+    row = dict(row)  # looking at the columns of a run.Row would count as reading them
     for column, value in row.items():
         if value and column in UNREAD_COLUMNS:
             raise run.InputError(f"the column {column!r} would be ignored: make it part of the prompt")
@@ -123,7 +125,7 @@ def check_prompt(args, prompt_ids: list[int]):
         reason = "prompt leaves no room for a completion in --max-length"
     if reason:
         error = SkipRow(reason)
-        error.length = len(prompt_ids)
+        error.prompt_length = len(prompt_ids)
         raise error
 
 
@@ -140,10 +142,10 @@ def summarize_groups(eos_ids: set[int], groups: list[tuple], skipped: list[tuple
     skipped: [(line number, SkipRow), ...].
     """
     parts = [f"{len(groups)} rows"]
-    numbers = {}  # {reason: line numbers}
-    for number, reason in skipped:
-        numbers.setdefault(str(reason), []).append(number)
-    for reason, lines in numbers.items():
+    lines_by_reason = {}
+    for number, error in skipped:
+        lines_by_reason.setdefault(str(error), []).append(number)
+    for reason, lines in lines_by_reason.items():
         parts.append(f"{len(lines)} skipped, the first in line {lines[0]}: {reason}")
     truncated = 0
     partly = 0  # truncated, but not in all completions
@@ -153,12 +155,15 @@ def summarize_groups(eos_ids: set[int], groups: list[tuple], skipped: list[tuple
         truncated += not all(endings)
         partly += any(endings) and not all(endings)
     if truncated:
-        parts.append(f"{truncated} truncated by --max-length, {partly} of them on one side only")
-    prompts = [len(group[0].prompt_ids) for group in groups]
-    prompts = sorted([*prompts, *(reason.length for _, reason in skipped)])
-    if prompts:
-        most = prompts[int(0.9 * (len(prompts) - 1))]
-        parts.append(f"90% of the prompts have at most {most} tokens, the longest {prompts[-1]}")
+        parts.append(
+            f"{truncated} truncated by --max-length, {partly} of them in only some of their completions"
+        )
+    lengths = [len(group[0].prompt_ids) for group in groups]
+    lengths += [error.prompt_length for _, error in skipped if error.prompt_length]
+    lengths.sort()
+    if lengths:
+        quantile = lengths[math.ceil(0.9 * len(lengths)) - 1]
+        parts.append(f"90% of the prompts have at most {quantile} tokens, the longest {lengths[-1]}")
     return "; ".join(parts)
 
 
@@ -210,8 +215,8 @@ def encode(tokenizer, eos_ids: set[int], prompt: str | list, completions=()) -> 
     all_completion_ids = []
     for ids, conversation in zip(conversation_ids, conversations):
         completion_ids = split_completion(tokenizer, prompt_ids, ids, conversation[len(before) :])
-        # The text is not blank (`render_conversations`). If no token stands before its EOS token, the
-        # tokenizer has dropped it. Some tokenizers, for example, remove all zero-width characters.
+        # The text is not blank (`render_conversations`). If no token precedes the EOS token, the tokenizer
+        # has dropped the text. Some tokenizers, for example, remove all zero-width characters.
         if not completion_ids or completion_ids[0] in eos_ids:
             raise SkipRow("the tokenizer drops the text of a completion")
         # A completion without a template has no EOS yet. With a template, the text after the first EOS (often
@@ -228,8 +233,11 @@ def render_conversations(tokenizer, prompt: str | list, completions) -> tuple[st
     A tokenizer without a chat template takes only texts, which are concatenated.
     """
     messages = as_messages(prompt)
-    # A tool may return nothing, and an answer may be begun without text.
-    if not messages or not (messages[-1]["content"].strip() or messages[-1]["role"] in ("assistant", "tool")):
+    if not messages:
+        raise SkipRow("prompt empty")
+    last = messages[-1]
+    # A tool may return nothing, and the message of the assistant that is continued may still be empty.
+    if not last["content"].strip() and last["role"] not in ("assistant", "tool"):
         raise SkipRow("prompt empty")
     answers = [as_answer(completion) for completion in completions]
     if not all(answer["content"].strip() or "tool_calls" in answer for answer in answers):
@@ -238,7 +246,7 @@ def render_conversations(tokenizer, prompt: str | list, completions) -> tuple[st
         if not isinstance(prompt, str) or any(isinstance(completion, list) for completion in completions):
             raise run.InputError("messages need a chat template, and the tokenizer has none: --chat-template")
         return prompt, [prompt + answer["content"] for answer in answers]
-    is_begun = messages[-1]["role"] == "assistant"
+    is_begun = last["role"] == "assistant"
     options = dict(add_generation_prompt=not is_begun, continue_final_message=is_begun)
     before = render(tokenizer, messages, **options)
     check_rendered(tokenizer, before, messages, **options)
@@ -246,7 +254,7 @@ def render_conversations(tokenizer, prompt: str | list, completions) -> tuple[st
     for answer in answers:
         answered = join_answer(messages, answer)
         conversation = render(tokenizer, answered)
-        if not conversation.startswith(before):  # then the template fails for every row
+        if not conversation.startswith(before):  # then the template usually fails for every row
             raise run.InputError(
                 "the chat template renders a prompt differently once it is answered: "
                 "pass another --chat-template"
@@ -273,7 +281,7 @@ def as_messages(prompt: str | list) -> list[dict]:
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise run.InputError(f"every message must have a role: one of {', '.join(ROLES)}")
         message = without_nulls(message)
-        # Some templates fail at an empty list of tool calls.
+        # Empty parts are dropped, because some templates fail at an empty list of tool calls.
         message = {key: part for key, part in message.items() if part or key in ("role", "content")}
         if "tool_calls" in message:  # such a message needs no text
             message.setdefault("content", "")
@@ -298,6 +306,8 @@ def decode_arguments(calls):
 
     Otherwise most templates would encode the arguments twice.
     """
+    # OpenAI's format nests a call in "function", and other formats do not. Calls of another form stay as they
+    # are.
     for call in calls if isinstance(calls, list) else []:
         function = call.get("function", call) if isinstance(call, dict) else {}
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
@@ -360,16 +370,15 @@ def check_rendered(tokenizer, rendered: str, messages: list[dict], **options):
         rest = rest.replace(text, "\0", 1) if text else rest
     keys = sorted({key for message in messages for key in message} - {*OTHER_KEYS})
     for key in keys:
-        error = SkipRow(f"the chat template does not render {key!r} of a message")
-        if not all(is_rendered(message.get(key, []), squeezed) for message in messages):
-            raise error
-        # The part may be rendered only because other texts hold the same words.
+        shown = all(is_rendered(message[key], squeezed) for message in messages if key in message)
+        # Other texts may hold the same words. Therefore the rendering must change without this key.
         without = [dict(message) for message in messages]
         for message in without:
             message.pop(key, None)
-        with suppress(run.InputError):  # the template needs this part
-            if render(tokenizer, without, **options) == rendered:
-                raise error
+        with suppress(run.InputError):  # the template fails without this key, so it reads the key
+            shown = shown and render(tokenizer, without, **options) != rendered
+        if not shown:
+            raise SkipRow(f"the chat template does not render {key!r} of a message")
 
 
 def is_rendered(value, rendered: str) -> bool:
@@ -379,8 +388,10 @@ def is_rendered(value, rendered: str) -> bool:
         return all(is_rendered(part, rendered) for key, part in value.items() if key not in ("type", "id"))
     if isinstance(value, list):
         return all(is_rendered(part, rendered) for part in value)
+    # Tool calls are rendered as JSON, where a line break is "\\n". Booleans are not compared, because
+    # templates write True or true.
     if isinstance(value, str) and squeeze(json.dumps(value, ensure_ascii=False)[1:-1]) in rendered:
-        return True  # in JSON a line break is "\\n"
+        return True
     return isinstance(value, bool) or squeeze(str(value)) in rendered
 
 
@@ -395,8 +406,8 @@ def tokenize(tokenizer, texts: list[str]) -> list[list[int]]:
         # A chat template has already written the special tokens.
         all_ids = tokenizer(texts, add_special_tokens=not tokenizer.chat_template).input_ids
     for text, ids in zip(texts, all_ids):
-        # One EOS token that the text itself ends with stays. White space may follow it in the text, because
-        # some EOS tokens absorb white space.
+        # The tokenizer has appended an EOS token if the ids end with two, or with one that the text does not
+        # end with. White space at the end of the text is ignored, because some EOS tokens absorb it.
         has_eos = ids[-1:] == [tokenizer.eos_token_id]
         if has_eos and (ids[-2:-1] == ids[-1:] or not text.rstrip().endswith(tokenizer.eos_token)):
             ids.pop()
@@ -476,8 +487,8 @@ def load_pretrained(auto_class, name: str, dtype, trust_remote_code: bool, flag:
         raise run.InputError(f"{flag} {name}: its files have {weight} as {[*shape]} instead of {[*expected]}")
     # Machines may hold different files under the same path.
     run.check_ranks_agree({f"the checksum of {flag}'s weights": checksum(model)})
-    # For run.export. With dtype="auto" all weights get the dtype of the files' first weight, so these are the
-    # dtypes of the files, unless the files mix dtypes.
+    # For run.export and run.print_plan. With dtype="auto" all weights get the dtype of the files' first
+    # weight, so these are the dtypes of the files, unless the files mix dtypes.
     model.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # sdpa does not support the softcap (Gemma 2)
@@ -531,7 +542,7 @@ def token_logps(model, input_ids, mask, temperature: float = 1.0):
     """
     selected = mask.bool()
     if selected[:, 0].any():
-        raise ValueError("the first token of a sequence has no prediction; prepend one")
+        raise ValueError("the first token of a sequence has no prediction; prepend a token")
     head = model.get_output_embeddings()  # an nn.Linear
     config = model.config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
@@ -541,8 +552,8 @@ def token_logps(model, input_ids, mask, temperature: float = 1.0):
     predicting = selected.roll(-1, 1)  # (B, T)
     if model.config._attn_implementation in PACKED:
         inputs, kept = pack(input_ids, selected)
-        # Still in the order of `targets`. `pack` drops tokens only from a sequence's last target on, so the
-        # position before each target is kept.
+        # The selected hidden states keep the order of `targets`. `pack` drops only a sequence's last target
+        # and what follows it, so the position before each target is kept.
         predicting = predicting[kept][None]  # (1, ΣT)
 
     def head_logps(hidden):  # (B, T, D) -> (N,)
@@ -600,9 +611,9 @@ def completion_logps(model, examples: list[Example], max_tokens: int):
 # (pip install flash-attn), add "flash_attention_2" to the lists that `attention_candidates` returns.
 
 
-# Settings with which models multiply their logits, or cap them under another name than Gemma 2's. In
-# `token_logps` the head returns log-probs, so the model would change these. In bf16 a small change could pass
-# the trial.
+# Settings with which models multiply their logits, or cap them under another name than Gemma 2's. The model
+# would apply them to the log-probs that its head returns in `token_logps`. In bf16 the trial of
+# `choose_attention` could miss a small change.
 FACTORS = ("logits_scaling", "logit_scale", "lm_head_multiplier", "logits_soft_cap", "output_logit_soft_cap")
 
 
@@ -624,6 +635,8 @@ def choose_attention(model, longest: int) -> str:
     for name, function in ATTENTION.items():
         # Not done when this file is imported, because loading AttentionInterface takes a second.
         transformers.AttentionInterface.register(name, function)
+    # `token_logps` replaces the head's forward, so a head that does more than nn.Linear would lose the rest.
+    # FSDP's subclass of nn.Linear inherits its forward.
     forward = type(model.get_output_embeddings()).forward
     if hasattr(model, "peft_config") or forward is not torch.nn.Linear.forward:
         raise run.InputError("--model: adapters (PEFT, LoRA) are not supported; see docs/elsewhere.md")
@@ -678,7 +691,7 @@ def attention_candidates(model, longest: int, is_bf16_on_gpu: bool) -> tuple[lis
     other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     may_carry_state = other_layers or model._is_stateful
     if own != "sdpa" or not model._supports_attention_backend or longest > window or may_carry_state:
-        return [own], ["no packing, because of a window, a state or the model's code"]
+        return [own], ["no packing, because of a window, a softcap, a state or the model's code"]
     if is_bf16_on_gpu:
         return ["varlen", "loop", own], []
     return ["loop", own], []
@@ -724,7 +737,7 @@ def varlen_attention(
     """Causal attention for packed sequences in one kernel (CUDA, bf16, most head sizes).
 
     `attention_mask` is None, because transformers makes masks only for the attention implementations that it
-    knows. `attention_candidates` excludes windows, and eval mode dropout.
+    knows. `attention_candidates` excludes windows, and in eval mode there is no dropout.
     """
     output = varlen_attn(
         query[0].transpose(0, 1),  # (ΣT, heads, head size)
@@ -794,6 +807,7 @@ class HeadLogps(torch.autograd.Function):
         ctx.settings = (softcap, temperature)
         ctx.kept = []  # the blocks of z, if they are kept for backward
         N = len(hidden)
+        # `hidden` decides: under no_grad it needs no gradient, while the weight's flag stays True.
         keep = ctx.needs_input_grad[0] and N * len(weight) <= MAX_KEPT
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         L = hidden.new_full((N, 1), -math.inf, dtype=dtype)  # over the blocks so far
@@ -836,7 +850,7 @@ class HeadLogps(torch.autograd.Function):
                 d_raw.mul_(slope)
             if bias is not None:
                 d_bias[block] = d_raw.sum(0)
-            d_raw = d_raw.to(weight.dtype)  # bf16 again, for the fast matmul
+            d_raw = d_raw.to(weight.dtype)  # the weight's dtype, for the fast matmul
             d_hidden += matmul_fp32(d_raw, weight[block])
             d_weight[block] = matmul_fp32(d_raw.T, hidden)
             del z, d_raw
@@ -872,12 +886,13 @@ def matmul_fp32(a, b):
     if a.is_cuda and a.dtype == torch.bfloat16:
         return torch.mm(a, b, out_dtype=torch.float32)  # exact products of bf16 numbers, summed in fp32
     dtype = torch.promote_types(a.dtype, torch.float32)
+    if not a.dtype == b.dtype == torch.bfloat16:
+        return a.to(dtype) @ b.to(dtype)
+    # The fp32 copies of bf16 numbers lose nothing in the CPU's bf16 units, which sum in fp32. Other fp32
+    # numbers would be rounded to bf16.
     precision = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     try:
-        if a.dtype == b.dtype == torch.bfloat16:
-            # The same on a CPU: its bf16 units multiply fp32 tensors whose numbers are bf16 numbers. Other
-            # fp32 numbers would be rounded.
-            torch.backends.mkldnn.matmul.fp32_precision = "bf16"
         return a.to(dtype) @ b.to(dtype)
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = precision
@@ -936,8 +951,7 @@ def pad_rows(rows, device, value=0, side: str = "right"):
 
 # === Sampling ===
 # Sampling from the policy with transformers or vLLM. All ranks must call the methods of Sampler together,
-# with the same arguments. To score samples with a program, set `sampler.score` in the script's `main`, and
-# remove the check of --reward-model from `run.check_flags`.
+# with the same arguments. In grpo_humanline.py, a Python function can give the rewards (`SCORE`).
 #
 # To add an engine, write a class with these members, and choose it in `Sampler.start_engine`:
 #     ranks: the number of ranks that share one engine.
@@ -945,9 +959,9 @@ def pad_rows(rows, device, value=0, side: str = "right"):
 #     update(weights): loads the policy's weights, an iterator of (name, full tensor). It must be consumed to
 #         its end, because each step of the iterator gathers one weight from all ranks.
 #     generate(batches): samples one completion for every prompt of [(prompts, random seed), ...]. Returns for
-#         each batch [(token ids, log-probs or None), ...]. The ids include the EOS token. An engine returns
-#         log-probs for at most its first NUM_CHECKED samples, which show `check_engine` that its weights are
-# right.
+#         each batch [(token ids, log-probs or None), ...]. The ids include the EOS token, if there is one. An
+#         engine returns log-probs for at most its first NUM_CHECKED samples, which show `check_engine` that
+#         its weights are right.
 
 NUM_CHECKED = 8  # samples of each engine, in every round and evaluation, whose log-probs are compared
 
@@ -955,17 +969,19 @@ NUM_CHECKED = 8  # samples of each engine, in every round and evaluation, whose 
 class Sampler:
     """Samples completions from the policy and, if there is a reward model, scores them."""
 
-    def __init__(self, args, tokenizer, eos_ids: set[int], device, longest: int):
+    def __init__(self, args, tokenizer, eos_ids: set[int], device, longest: int, score=None):
+        """score: a function of a list of samples that returns their rewards, (N,); None: --reward-model."""
         self.args = args
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.device = device
         self.longest = longest
         self.engine = None  # starts when the first samples are needed
-        self.score = None  # function of a list of samples that returns their rewards, (N,) float64
-        # A policy without a chat template continues the text of its prompt. Otherwise an answer begins anew.
-        separator = "\n" if tokenizer.chat_template else ""
-        if getattr(args, "reward_model", ""):  # grpo_math has no such flag, because it grades its samples
+        self.score = score
+        if not score and getattr(args, "reward_model", ""):  # grpo_math grades, and has no such flag
+            # For a reward model without a chat template: what stands between prompt and sample. A policy
+            # without a template continues the prompt's text.
+            separator = "\n" if tokenizer.chat_template else ""
             model, reward_tokenizer = load_reward_model(args)
             # An early estimate, in the policy's tokens. `reward_scores` checks the reward model's tokens.
             check_positions(model.config, longest)
@@ -1027,8 +1043,8 @@ class Sampler:
         size = self.engine.batch_size
         batches = []  # [(prompts, random seed), ...]
         for first in range(0, len(prompts), size):
-            sequence = np.random.SeedSequence((*seed, first))
-            batch_seed = int(sequence.generate_state(1)[0])
+            seed_sequence = np.random.SeedSequence((*seed, first))
+            batch_seed = int(seed_sequence.generate_state(1)[0])
             batches.append((prompts[first : first + size], batch_seed))
         num_engines = dist.get_world_size() // self.engine.ranks
         engine_index = dist.get_rank() // self.engine.ranks
@@ -1043,7 +1059,7 @@ class Sampler:
         """Returns the mean |engine's log-prob - policy's log-prob| over the tokens of some samples, in nats.
 
         Raises InputError if it is too large: the engine then has wrong weights. In fp32 and wider the limit
-        also finds weights that are one update old.
+        also finds weights that are one update old, except early in the warmup.
 
         checked: [(sample, the engine's log-probs of its tokens), ...].
         """
@@ -1084,10 +1100,11 @@ def decode_completion(tokenizer, prompt: Example, ids: list[int]) -> str:
     """Returns the text of a sample, without special tokens.
 
     SentencePiece drops the space before the first word of a text: decoded alone, the sample " a rose" becomes
-    "a rose". Without a chat template, prompt and sample are therefore decoded together, and the prompt's text
-    is removed. With a template the sample begins a new turn, so that this space does not matter.
+    "a rose". A sample that continues a text is therefore decoded together with its prompt, and the prompt's
+    text is removed. A sample that begins a new turn does not need this space.
     """
-    prompt_ids = [] if tokenizer.chat_template else prompt.prompt_ids
+    continues = not tokenizer.chat_template or as_messages(prompt.prompt)[-1]["role"] == "assistant"
+    prompt_ids = prompt.prompt_ids if continues else []
     before, full = tokenizer.batch_decode([prompt_ids, prompt_ids + ids], skip_special_tokens=True)
     return full[len(before) :]
 
@@ -1276,13 +1293,15 @@ def reward_scores(model, tokenizer, device, separator: str, samples: list[Exampl
         raise run.InputError("--reward-model: most tokens of a sample are unknown to its tokenizer")
     longest = max(len(ids) for ids in encoded)
     check_positions(model.config, longest)
-    rows = model.get_input_embeddings().num_embeddings
-    if max(max(ids) for ids in encoded) >= rows:
-        raise run.InputError(f"--reward-model: its tokenizer has ids beyond the {rows} rows of its embedding")
+    num_embeddings = model.get_input_embeddings().num_embeddings
+    if max(max(ids) for ids in encoded) >= num_embeddings:
+        raise run.InputError(
+            f"--reward-model: its tokenizer has ids beyond the {num_embeddings} rows of its embedding"
+        )
     shortest_first = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))  # less padding
     batch_size = max(1, REWARD_TOKENS // longest)
     pad_id = model.config.get_text_config().pad_token_id
-    if pad_id not in range(rows):  # None, or beyond the embedding: a row cannot be padded
+    if pad_id not in range(num_embeddings):  # None, or beyond the embedding: samples cannot be padded
         pad_id = 0
         batch_size = 1
     rank = dist.get_rank()
@@ -1294,9 +1313,8 @@ def reward_scores(model, tokenizer, device, separator: str, samples: list[Exampl
         ids = [encoded[i] for i in indices]
         input_ids = pad_rows(ids, device, pad_id)
         attention_mask = pad_rows([[1] * len(row) for row in ids], device)
-        with run.library_errors(
-            "--reward-model"
-        ):  # for example fewer positions than its config says (RoBERTa)
+        # Some models have fewer positions than their config says (RoBERTa).
+        with run.library_errors("--reward-model"):
             output = model(input_ids=input_ids, attention_mask=attention_mask)
         score = getattr(output, "score", output.logits)  # (batch_size,) or (batch_size, 1)
         if score.numel() != len(indices):

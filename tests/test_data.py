@@ -288,7 +288,7 @@ def test_rows_that_cannot_train_are_counted_by_reason_and_the_others_keep_their_
         "3 skipped, the first in line 1: completion empty",
         "1 skipped, the first in line 5: chosen equals rejected",
         "1 skipped, the first in line 7: prompt longer than --max-prompt-length",
-        "90% of the prompts have at most 9 tokens, the longest 34",
+        "90% of the prompts have at most 34 tokens, the longest 34",
     ]
     groups, told = load([PAIR | {"prompt": prompt} for prompt in ("", " \n", [U("")])])
     assert groups == [] and "3 skipped, the first in line 1: prompt empty" in told

@@ -439,6 +439,8 @@ def test_a_part_of_the_problem_is_no_answer(grader, wrapped):
     }
     jobs = [(gold, wrapped % echo, problem) for problem, (gold, echo) in problems.items()]
     assert grade_all(grader, jobs) == [False] * len(jobs)
+    solutions = [(f"It is \\boxed{{{gold}}}.", echo, problem) for gold, echo, problem in jobs]
+    assert grade_all(grader, solutions) == [False] * len(jobs)
     answers = [(gold, wrapped % gold, problem) for problem, (gold, _) in problems.items()]
     assert grade_all(grader, answers) == [True] * len(jobs)
 
@@ -451,6 +453,13 @@ def test_a_part_of_the_problem_is_no_answer(grader, wrapped):
         ("Is (A) 5, (B) 6 or (C) 7 prime?", r"\text{(C)}", "The answer is C."),
         ("Evelyn runs faster than Briana. Who wins?", r"\text{Evelyn}", "Evelyn"),
         ("Tom has 15 apples and eats 10.", "5", "5"),
+        # The gold answer is a whole solution.
+        (
+            r"Is $\sqrt{2}$ or $2 - 1$ larger?",
+            r"As $\sqrt{2} > 1$, it is \boxed{\sqrt{2}}.",
+            r"\boxed{\sqrt{2}}",
+        ),
+        ("Write ten in base 2.", r"As $10_{10} = 8_{10} + 2_{10}$, it is \boxed{1010_2}.", r"\boxed{1010_2}"),
         ("How many dollars are $12.50 and $12.50?", "25", "The answer is $25."),
     ],
 )

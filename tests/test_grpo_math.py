@@ -169,7 +169,7 @@ def test_flags_that_decide_which_rows_a_step_trains_on_stay_on_resume(whole, tmp
     folder = shutil.copytree(whole, tmp_path / "run")
     with pytest.raises(SystemExit):
         main(flag, "8", "--resume", folder)
-    said = f"error: {flag} cannot be changed by --resume: rows would be skipped or repeated\n"
+    said = f"error: {flag} cannot be changed by --resume: the rows of the next steps depend on it\n"
     assert capsys.readouterr().err == said
 
 

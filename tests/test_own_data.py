@@ -195,7 +195,7 @@ def test_truncated_rows_are_counted_and_pairs_that_became_equal_are_skipped(load
     for script in (dpo_humanline, kto_humanline, grpo_humanline):
         groups, told = load(script, rows, max_length=7)
         assert len(groups) == 3
-        assert "; 2 truncated by --max-length, 1 of them on one side only; " in told
+        assert "; 2 truncated by --max-length, 1 of them in only some of their completions; " in told
         assert (
             "1 skipped, the first in line 4: both completions are equal, maybe because they were trunc"
             in told

@@ -287,5 +287,5 @@ def test_a_resume_that_would_skip_or_repeat_rows_is_refused_in_one_line(uninterr
     folder = shutil.copytree(uninterrupted(script), tmp_path / "run")
     before = (folder / "args.json").read_bytes()
     said = refused(["--resume", str(folder), flag, "16", "--num-steps", "20"], script=script)
-    assert said == f"error: {flag} cannot be changed by --resume: rows would be skipped or repeated\n"
+    assert said == f"error: {flag} cannot be changed by --resume: the rows of the next steps depend on it\n"
     assert (folder / "args.json").read_bytes() == before

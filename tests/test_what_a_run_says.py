@@ -103,7 +103,7 @@ def test_equal_rewards_of_all_problems_are_a_warning(tmp_path, capsys, monkeypat
     flags = ["--engine", "hf", "--num-steps", "1", "--prompts-per-step", "2", "--eval-samples", "0"]
     run_here(grpo_math_humanline, *flags, "--checkpoint-every", "0", "--output-dir", tmp_path / "run")
     assert metrics(tmp_path / "run")[0]["grpo/zero_advantage_groups"] == 1
-    assert "warning: step 1: all rewards of a problem are equal" in capsys.readouterr().out
+    assert "warning: step 1: in every group all rewards are equal" in capsys.readouterr().out
 
 
 def test_ctrl_c_is_answered_at_once_and_ends_the_run_after_the_step(tmp_path):

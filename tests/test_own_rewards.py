@@ -1,0 +1,66 @@
+"""Runs the examples of docs/grpo.md and docs/grpo_math.md: a reward and a grader as Python functions."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, metrics, read_rows
+
+FLAGS = [
+    "--engine",
+    "hf",
+    "--num-steps",
+    "2",
+    "--checkpoint-every",
+    "0",
+    "--eval-samples",
+    "8",
+    "--output-dir",
+    "run",
+]
+
+
+def run_with_example(folder, script: str, page: str, name: str, old: str, *flags):
+    """Puts the page's code block with `name` in place of `old` in a copy of the script, and runs the copy."""
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE
+    )
+    (block,) = (block for block in blocks if name in block)
+    text = (ROOT / script).read_text()
+    found = re.findall(old, text, re.DOTALL | re.MULTILINE)
+    assert len(found) == 1
+    (folder / script).write_text(
+        text.replace(found[0], block).replace("__file__).resolve().parent", f'"{ROOT}/x").parent')
+    )
+    for file in ("run.py", "utils.py"):
+        shutil.copy(ROOT / file, folder)
+    command = [sys.executable, script, *flags, *FLAGS]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return metrics(folder / "run"), read_rows(folder / "run" / "samples.jsonl")
+
+
+def test_a_function_gives_the_rewards_of_online_grpo(tmp_path):
+    flags = ["--online", "--reward-model", "", "--round-prompts", "64", "--max-new-tokens", "20"]
+    steps, samples = run_with_example(
+        tmp_path, "grpo_humanline.py", "grpo.md", "SCORE = short", r"^SCORE = None\n", *flags
+    )
+    for sample in samples:
+        assert sample["reward"] == pytest.approx(sample["finished"] - 0.1 * sample["tokens"], abs=1e-6)
+    assert len({sample["reward"] for sample in samples}) > 1 and steps[0]["grad_norm"] > 0
+
+
+def test_a_function_grades_in_grpo_math(tmp_path):
+    flags = ["--prompts-per-step", "4", "--model", ROOT / "toy/shell_game/policy", "--system-prompt", ""]
+    rows = read_rows(ROOT / "toy/shell_game/problems_train.jsonl.gz")[:16]
+    text = "".join(f'{{"problem": "{row["problem"]}", "answer": "{row["answer"]}"}}\n' for row in rows)
+    (tmp_path / "data.jsonl").write_text(text)
+    flags += ["--dataset", "data.jsonl", "--eval-dataset", "data.jsonl", "--max-new-tokens", "16"]
+    old = r"^def grade\(.*?(?=\n\n\ndef grade_all)"
+    _, samples = run_with_example(
+        tmp_path, "grpo_math_humanline.py", "grpo_math.md", "def grade(", old, *map(str, flags)
+    )
+    # No sample of the toy ends with "= N", so nothing is right, and only the format is rewarded.
+    assert len(samples) == 16 and max(sample["reward"] for sample in samples) <= 2
