@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from test_study import reported
 
-from paper import pictures
+from paper import loop, pictures
 
 OTHERS = ("figure8", "time", "instances", "tasks", "stories")  # these have their own tests
 NAMES = sorted(path.stem.removesuffix("_arms") for path in pictures.RESULTS.glob("*_arms.csv"))
@@ -79,3 +79,10 @@ def test_stories_are_paths_of_means_and_a_mark_for_the_end_of_every_run(axes_of)
                 for mean, step in zip(found, range(0, 121, 15), strict=True):
                     assert mean == pytest.approx(np.mean([row[f"{name}@{step}"] for row in of_arm]))
             assert [row["kl"] for row in of_arm] in ends
+
+
+def test_the_picture_of_the_loop_is_what_its_script_writes(tmp_path, monkeypatch):
+    committed = loop.OUT.read_bytes()
+    monkeypatch.setattr(loop, "OUT", tmp_path / "loop.svg")
+    loop.main()
+    assert (tmp_path / "loop.svg").read_bytes() == committed
