@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT, read_rows
 from transformers import AutoModelForCausalLM
 
-from toy import common, make
+from toy import common, make, sums
 
 TOYS = ROOT / "toy"
 FILES = sorted(str(path.relative_to(TOYS)) for path in TOYS.rglob("*.jsonl.gz"))
@@ -39,3 +39,28 @@ def test_no_module_of_the_toys_imports_another_one_but_common():
         code = f"import sys, toy.{module}; assert 'toy.common' in sys.modules; "
         code += f"assert 'toy.{other}' not in sys.modules"
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_sums_are_the_committed_ones_and_no_pair_of_numbers_is_in_both_files(tmp_path):
+    sums.make_sums(tmp_path)
+    pairs = {}
+    for path in sorted((TOYS / "sums").iterdir()):
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
+        if path.suffix == ".jsonl":
+            numbers = [[int(number) for number in row["problem"].split(" + ")] for row in read_rows(path)]
+            assert [sum(pair) for pair in numbers] == [row["answer"] for row in read_rows(path)]
+            pairs[path.stem] = {tuple(sorted(pair)) for pair in numbers}
+    assert len(pairs["held_out"]) == 64 and not pairs["held_out"] & pairs["train"]
+
+
+@pytest.mark.parametrize("kind", sums.KINDS)
+def test_every_kind_of_sums_has_three_separate_parts_and_right_answers(kind, tmp_path):
+    sums.make_sums(tmp_path, kind, tuning=32)
+    parts = [read_rows(tmp_path / f"{name}.jsonl") for name in ("train", "tuning", "held_out")]
+    problems = [{row["problem"] for row in part} for part in parts]
+    assert len(problems[0]) >= 100 and [len(part) for part in problems[1:]] == [32, 64]
+    assert not problems[0] & (problems[1] | problems[2]) and not problems[1] & problems[2]
+    for row in [row for part in parts for row in part]:
+        a, sign, b = row["problem"].split()
+        value = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b), "/": int(a) / int(b)}[sign]
+        assert row["answer"] == value

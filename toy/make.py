@@ -5,6 +5,7 @@
     python toy/make.py --tasks tales --seed 3 --out runs/instances/3  # another judge and other data
     python toy/make.py --tasks low_entropy  # tales with mostly predictable words
     python toy/make.py --tasks stories      # sentiment with a real language model (toy/stories.py)
+    python toy/make.py --tasks sums         # sums for a real chat model (toy/sums.py)
 
 Each task is a folder of ordinary files: Hugging Face model folders (`policy`, `reward_model`) and gzipped
 JSON lines. Everything has a seed, and every process has one torch thread, so that a second run writes the
@@ -662,6 +663,10 @@ def make(name: str, out: Path, seed: int) -> str:
         from toy.stories import make_stories  # imported here, because only stories need vaderSentiment
 
         report = make_stories(folder, seed)
+    elif name == "sums":
+        from toy.sums import make_sums
+
+        report = make_sums(folder)
     else:
         report = make_preference_task(tasks[name], folder) if name in tasks else make_shell_game(folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -679,7 +684,7 @@ def main(
 
     Args:
         out: folder of the tasks.
-        tasks: bouquets, tales, shell_game, low_entropy, stories.
+        tasks: bouquets, tales, shell_game, low_entropy, stories, sums.
         jobs: number of tasks that are made at a time.
         seed: another instance of tales or stories than the committed one (0); it needs another --out.
     """
