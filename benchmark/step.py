@@ -7,7 +7,7 @@
 All flags but those of `Own` are the script's; with --against both versions must have them. --model is a
 preset of memory.py, toy, or a folder with a config.json. The model has this shape and random weights. The
 data are one batch of random words with the lengths of 16 real pairs, so all steps are equal. A micro-batch
-has 4 pairs.
+has 4 pairs (--together).
 
 An arm runs its script as a user does, and its metrics.jsonl is read. The first step of a run is for warming
 up. The arms take turns, A B A B, --rounds times. TRL's trainer gets the same token ids, pairs in a
@@ -52,7 +52,6 @@ import run
 import utils
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PASS = 4  # pairs in a micro-batch
 # Tokens of prompt, chosen and rejected of 16 pairs: the first ones in LLaMA-Factory's data/dpo_en_demo.json
 # with at most 512 tokens in a sequence. The tokens are those of Zephyr's chat template and the SentencePiece
 # tokenizer with 32,000 tokens that comes with mistral_common.
@@ -73,6 +72,8 @@ class Own:
     rounds: int = 2  # runs of an arm
     steps: int = 2  # measured steps of a run
     pairs: int = 16  # pairs of a step
+    together: int = 4  # pairs in a micro-batch
+    longest: int = 512  # real pairs with a longer sequence are not used
     length: int = 0  # tokens of every sequence, half of them in the prompt; 0: the lengths of real pairs
     json: bool = False  # print a JSON object
 
@@ -83,12 +84,12 @@ def parse(flags: list[str]):
     for arm in own.arms:
         if not re.fullmatch(r"offline|k=[1-9]\d*", arm):
             raise run.InputError(f"--arms {' '.join(own.arms)}: an arm is offline or k=N")
-    if own.trl and (own.script != "dpo" or own.pairs % (PASS * own.ranks)):
-        raise run.InputError(f"--trl needs --script dpo and --pairs a multiple of {PASS} x --ranks")
+    if own.trl and (own.script != "dpo" or own.pairs % (own.together * own.ranks)):
+        raise run.InputError("--trl needs --script dpo and --pairs a multiple of --together x --ranks")
     model, dtype = ("qwen2.5-1.5b", "bfloat16") if DEVICE.type == "cuda" else ("llama-26m", "float32")
     batch = own.pairs if own.script == "dpo" else 2 * own.pairs
     flags = [f"--model={model}", f"--dtype={dtype}", f"--batch-size={batch}", "--warmup-fraction=0"]
-    flags += ["--micro-batch-tokens=0", *rest]  # 0: the tokens of 4 pairs
+    flags += ["--micro-batch-tokens=0", *rest]  # 0: the tokens of --together pairs
     args = parse_args(load_script(own.script), flags)
     return own, args, flags
 
@@ -110,7 +111,9 @@ def make_model(config, positions: int, folder: Path) -> list[str]:
 def make_pairs(own: Own, words: list[str], file: Path) -> list[list[int]]:
     """Writes pairs of random words. Returns the numbers of tokens of prompt, chosen and rejected."""
     half = own.length // 2
-    lengths = [[half, own.length - half, own.length - half]] if own.length else PAIRS
+    lengths = [[prompt, *sides] for prompt, *sides in PAIRS if prompt + max(sides) <= own.longest]
+    if own.length:
+        lengths = [[half, own.length - half, own.length - half]]
     pairs = list(islice(cycle(lengths), own.pairs))
     draw = random.Random(0)
     rows = []
@@ -150,7 +153,7 @@ def run_arm(own: Own, kind: str, checkout: Path, flags: list[str], folder: Path)
     if own.ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={own.ranks}"]
     if kind == "TRL":
-        command += [__file__, "TRL"]
+        command += [__file__, "TRL", str(own.together)]
     else:
         command.append(f"{checkout}/{own.script}_humanline.py")
     command += [*flags, f"--output-dir={folder}"]
@@ -193,7 +196,7 @@ def measure(flags: list[str]) -> dict:
         torch.cuda.empty_cache()
         pairs = make_pairs(own, words, folder / "pairs.jsonl")
         lengths = [prompt + side for prompt, *sides in pairs for side in sides]
-        share = sum(lengths) / math.ceil(own.pairs / PASS)
+        share = sum(lengths) / math.ceil(own.pairs / own.together)
         pass_tokens = args.micro_batch_tokens or math.ceil(1.05 * share)  # not all are equal
         flags += [f"--model={folder}/model", f"--dataset={folder}/pairs.jsonl", "--eval-dataset="]
         flags += [f"--max-length={max(lengths)}", f"--max-prompt-length={max(lengths)}"]
@@ -262,7 +265,7 @@ def show(result: dict):
         print(f"| {' | '.join(cells)} |")
 
 
-def train_with_trl(flags: list[str]):
+def train_with_trl(together: int, flags: list[str]):
     """Trains with TRL's DPOTrainer and the script's flags, and writes a metrics.jsonl like the script."""
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -276,11 +279,11 @@ def train_with_trl(flags: list[str]):
         texts = [row["chosen"], row["rejected"]]
         prompt_ids, (chosen_ids, rejected_ids) = utils.encode(tokenizer, eos_ids, row["prompt"], texts)
         rows.append({"prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids})
-    of_all_ranks = PASS * int(os.environ.get("WORLD_SIZE", 1))
+    of_all_ranks = together * int(os.environ.get("WORLD_SIZE", 1))
     named = ("weight_decay", "max_grad_norm", "beta", "gradient_checkpointing", "output_dir")
     settings = DPOConfig(
         **{name: getattr(args, name) for name in named},
-        per_device_train_batch_size=PASS,
+        per_device_train_batch_size=together,
         gradient_accumulation_steps=args.batch_size // of_all_ranks,
         max_steps=args.num_steps,
         max_length=None,
@@ -328,7 +331,7 @@ def train_with_trl(flags: list[str]):
 
 def main(flags: list[str]):
     if flags[:1] == ["TRL"]:
-        return train_with_trl(flags[1:])
+        return train_with_trl(int(flags[1]), flags[2:])
     with contextlib.redirect_stdout(sys.stderr):  # for the line that `parse_args` prints
         result = measure(flags)
     if "--json" in flags:

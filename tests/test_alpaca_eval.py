@@ -52,7 +52,7 @@ def test_the_command_judges_every_output_with_our_annotator_and_the_packages_pro
 
     shutil.copytree(ROOT / "paper" / "alpaca_eval", tmp_path / "judge")
     prompt = constants.EVALUATORS_CONFIG_DIR / "alpaca_eval_clf_gpt4_turbo" / "alpaca_eval_clf.txt"
-    shutil.copy(prompt, tmp_path / "judge" / "gpt41")  # as in docs/alpaca_eval.md
+    shutil.copy(prompt, tmp_path / "judge" / "gpt41")  # as in paper/alpaca_eval/README.md
     server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     client = {"api_key": "none", "base_url": f"http://127.0.0.1:{server.server_port}/v1"}

@@ -23,7 +23,11 @@ from torch.distributed.run import parse_args as parse_torchrun
 
 from run import check_flags
 
-PAGES = [ROOT / "README.md", ROOT / "paper" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "paper").rglob("README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 STAND_INS = {"N": "2", "FLAGS": ""}  # what a reader replaces
 
 # Bash finds no program where PATH is empty, and gives the words of every command to this function.

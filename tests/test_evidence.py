@@ -349,3 +349,15 @@ def test_the_curves_of_math_are_those_of_the_study():
         (line,) = pictures.select(pictures.read(pictures.RESULTS, "stale_arms"), arm=name, metric="curve")
         assert points.seed.nunique() == 10
         assert points.score.mean() == pytest.approx(line["mean"])
+
+
+def test_the_real_run_of_the_readme_rises_as_it_says():
+    table = pd.read_csv(pictures.RESULTS / "real_run.csv")
+    curves = table.pivot(index="step", columns="seed", values="accuracy")
+    said = re.search(
+        r"rises from (\S+) to (\S+) \(seeds 1 to 3: (\S+), (\S+), (\S+)\)", README.replace("\n", " ")
+    )
+    ends = curves.iloc[-1]
+    numbers = [curves.iloc[0].mean(), ends.mean(), *ends]
+    assert all(rounds_to(word, value) for word, value in zip(said.groups(), numbers, strict=True))
+    assert list(curves.columns) == [1, 2, 3] and ends.mean() - curves.iloc[0].mean() >= 0.2

@@ -26,7 +26,7 @@ QUESTIONS = {  # {question: (better answer, worse answer)}
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 SUMS = ROOT / "toy" / "sums"
 COMMON = ["--dtype", "bfloat16", "--engine", "hf", "--warmup-fraction", "0", "--max-new-tokens", "16"]
-SUMS_FLAGS = ["--chat-template", SUMS / "one_example.jinja", "--system-prompt", "", "--lr", "1e-5"]
+SUMS_FLAGS = ["--chat-template", SUMS / "one_example.jinja", "--system-prompt", "", "--lr", "1e-6"]
 SUMS_FLAGS += [
     "--dataset",
     SUMS / "train.jsonl",
@@ -86,8 +86,11 @@ def test_a_script_trains(script, online, flags, tmp_path):
         script=script,
     )
     first, second = metrics(tmp_path / "run")
-    # Policy and reference are equal at step 0. With k = 1 they are one update apart at step 1.
-    assert first["humanline/log_ratio_abs_mean"] == 0 < second["humanline/log_ratio_abs_mean"] < 0.1
+    # Policy and reference are equal at step 0 and where a round begins. With k = 1 they are one update apart
+    # at step 1.
+    assert first["humanline/log_ratio_abs_mean"] == 0
+    if "rollout/round" not in second:
+        assert 0 < second["humanline/log_ratio_abs_mean"] < 0.1
     assert 0 < first["grad_norm"] < math.inf
     if script == "dpo_humanline":
         assert first["loss"] == pytest.approx(math.log(2))
