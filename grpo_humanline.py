@@ -269,8 +269,7 @@ def main(args: Args):
         rewards = rewards.view(groups_per_step, args.group_size)  # (groups, G)
         advantages = group_advantages(rewards)  # (groups, G)
         run.check_shape("group_advantages", advantages, rewards.shape)
-        are_equal = rewards.amax(1) == rewards.amin(1)  # (groups,)
-        metrics["grpo/zero_advantage_groups"] = are_equal.double().mean().item()
+        metrics["grpo/zero_advantage_groups"] = (rewards.amax(1) == rewards.amin(1)).double().mean().item()
 
         # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
         # micro-batches. It also sums the gradients over ranks.

@@ -147,10 +147,7 @@ def parse_args(
     """
     if flags is None:
         flags = sys.argv[1:]
-    for flag in flags:
-        name = flag.partition("=")[0].replace("_", "-")
-        if name in OTHER_NAMES:
-            raise InputError(f"{flag}: this flag is {OTHER_NAMES[name]} here")
+    refuse_other_names(flags)
     # The first pass only looks for the flags that choose the defaults of the second.
     given, _ = tyro.cli(Args, args=flags, add_help=False, return_unknown_args=True)
     online = getattr(given, "online", False)
@@ -194,6 +191,15 @@ OTHER_NAMES = {
     "--model-name-or-path": "--model",
     "--dataset-name": "--dataset",
 }
+
+
+def refuse_other_names(flags: list[str]):
+    """Raises InputError for a flag that has another name here."""
+    for flag in flags:
+        name = flag.partition("=")[0].replace("_", "-")
+        if name in OTHER_NAMES:
+            raise InputError(f"{flag}: this flag is {OTHER_NAMES[name]} here")
+
 
 # Flags that --resume must not change: the rows of a step, or the groups that wait in the pool, depend on
 # them.

@@ -1304,11 +1304,9 @@ def reward_scores(model, tokenizer, device, separator: str, samples: list[Exampl
     if pad_id not in range(num_embeddings):  # None, or beyond the embedding: samples cannot be padded
         pad_id = 0
         batch_size = 1
-    rank = dist.get_rank()
-    world = dist.get_world_size()
     scores = torch.zeros(len(encoded), dtype=torch.float64, device=device)
     model.to(device)
-    for first in range(rank * batch_size, len(encoded), world * batch_size):
+    for first in range(dist.get_rank() * batch_size, len(encoded), dist.get_world_size() * batch_size):
         indices = shortest_first[first : first + batch_size]
         ids = [encoded[i] for i in indices]
         input_ids = pad_rows(ids, device, pad_id)
