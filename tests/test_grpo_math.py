@@ -132,7 +132,7 @@ def test_log_probs_are_taken_at_the_sampling_temperature(data, tmp_path):
 
 def test_evaluation_is_pass_at_1_over_problems(runs, folder):
     summary = json.loads((folder / "0" / "humanline" / "summary.json").read_text())
-    accuracy, error = summary["before"]["eval/accuracy"]
+    accuracy, error, count = summary["before"]["eval/accuracy"]
     assert 0 < accuracy < 1 and accuracy * 16 == round(accuracy * 16) and error > 0
     names = {"eval/accuracy", "eval/format", "eval/tag_count", "eval/finished", "eval/length"}
     assert set(summary["after"]) == names

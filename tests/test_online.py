@@ -80,7 +80,7 @@ def test_without_humanline_the_reference_is_the_round_start(tmp_path):
 def test_evaluation_by_sampling_is_logged_and_summarised(run):
     steps, summary = metrics(run), json.loads((run / "summary.json").read_text())
     assert [line["step"] for line in steps if "eval/reward" in line] == [3, 6]
-    assert summary["before"]["eval/win_rate"] == [0.5, 0.0]
+    assert summary["before"]["eval/win_rate"] == [0.5, 0.0, 4]
     names = {"eval/reward", "eval/win_rate", "eval/length", "eval/finished", "eval/margin"}
     assert set(summary["after"]) >= names
     outputs = json.loads((run / "outputs.json").read_text())
