@@ -37,7 +37,7 @@ from paper import pictures, study, trials  # noqa: E402
 from paper.trials import RESULTS, ROOT, write_csv  # noqa: E402
 from toy import make  # noqa: E402
 
-LADDER = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # the learning rates with which grids grow
+LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # the learning rates with which grids grow
 
 
 def make_plan(name: str, plan: study.Plan, out: Path):
@@ -96,7 +96,9 @@ def tune(plan: study.Plan, collapsed: dict, at: str) -> tuple:
     choices = {(arm.script, arm.name): list(product(arm.lrs, arm.options)) for arm in arms}
     best, rows, scores = try_choices(plan, arms, choices, collapsed, at)
     if plan.test and not plan.grows_by_arm:
-        new = {rate for key, (lr, _) in best.items() for rate in rates_beside(lr, choices[key])}
+        new = set()
+        for key, (lr, _) in best.items():
+            new |= {*rates_beside(lr, choices[key], (1e-6, 3e-6, *LADDER))}
         for arm in arms:
             choices[arm.script, arm.name] += product(sorted(new), arm.options)
         best, rows, _ = try_choices(plan, arms, choices, collapsed, at)
@@ -150,11 +152,11 @@ def try_choices(plan: study.Plan, arms: list, choices: dict, collapsed: dict, at
     return best, rows, scores
 
 
-def rates_beside(lr: float, choices: list[tuple]) -> list[float]:
+def rates_beside(lr: float, choices: list[tuple], ladder: tuple = LADDER) -> list[float]:
     """Returns the neighbours of a learning rate on the ladder that are not among the choices."""
-    i = LADDER.index(lr)
+    i = ladder.index(lr)
     tried = [rate for rate, _ in choices]
-    return [rate for rate in LADDER[max(0, i - 1) : i + 2] if rate not in tried]
+    return [rate for rate in ladder[max(0, i - 1) : i + 2] if rate not in tried]
 
 
 def rows_of(runs: list[tuple], collapsed: dict, at: str) -> list[dict]:

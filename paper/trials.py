@@ -267,7 +267,7 @@ def judged(folder: Path) -> float:
     score = fmean(judge(sample["instruction"], sample["output"]) for sample in samples)
     if "shell_game" in model:  # its judge gives 0 to an unfinished sample
         return score
-    finished, _ = read_summary(folder)["after"].get("eval/finished", (1.0, None))
+    finished, *_ = read_summary(folder)["after"].get("eval/finished", (1.0, None))
     return score - (1 - finished)  # an unfinished sample costs 1
 
 

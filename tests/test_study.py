@@ -8,13 +8,14 @@ from operator import itemgetter
 
 import numpy as np
 import pytest
-from conftest import parse_args
+from conftest import ROOT, parse_args
 from scipy import stats
 from statsmodels.stats.multitest import multipletests
 
 from paper import miniature, pictures, study, trials
 
 PLANS = study.FIGURES | study.STUDIES
+COMMITTED = [name for name in PLANS if (pictures.RESULTS / f"{name}.csv").exists()]
 ABOUT = {  # {plans: the only settings, besides the tuned ones, in which the arms of a panel may differ}
     "figure1 instances parity": "humanline online epsilon dataset k",
     "dpo tasks": "humanline online epsilon dataset k beta",
@@ -22,6 +23,8 @@ ABOUT = {  # {plans: the only settings, besides the tuned ones, in which the arm
     "figure6": "dataset",
     "figure7 figure8 stale": "humanline sample_every k epsilon variant",
     "table6": "log_epsilon_P log_epsilon_R",
+    "baselines": "humanline epsilon k beta variant",
+    "sums": "humanline sample_every epsilon k variant",
     "stories": "humanline online epsilon dataset k beta reward_model round_prompts samples_per_prompt",
 }
 
@@ -245,7 +248,13 @@ def as_planned(command: str) -> str:
     return preparation + separator + line
 
 
-@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_without_rows_is_said_to_be_one():
+    studies = (ROOT / "paper/studies.md").read_text(encoding="utf-8")
+    for name in set(PLANS) - set(COMMITTED):
+        assert f"## `{name}`\n\n*Fixed before its runs, and not read before the last one.*" in studies
+
+
+@pytest.mark.parametrize("name", COMMITTED)
 def test_what_is_committed_is_what_the_plan_makes_of_the_committed_scores(name, tmp_path, monkeypatch):
     """Tunes, reports and compares again, from the committed scores of all runs.
 
