@@ -352,6 +352,7 @@ def read_pair(row):
         raise run.InputError(f"no prompt in the columns {', '.join(row)}")
     if chosen is None and rejected is None:
         return prompt, []
+    utils.require_columns(row, "chosen", "rejected")
     if chosen == rejected:
         raise utils.SkipRow("chosen equals rejected")
     return prompt, [chosen, rejected]

@@ -185,7 +185,9 @@ def parse_args(
 OTHER_NAMES = {
     "--learning-rate": "--lr",
     "--max-steps": "--num-steps",
-    "--num-train-epochs": "--num-steps",
+    "--num-train-epochs": "--num-steps (epochs x rows / --batch-size)",
+    "--num-epochs": "--num-steps (epochs x rows / --batch-size)",
+    "--epochs": "--num-steps (epochs x rows / --batch-size)",
     "--per-device-train-batch-size": "--batch-size (grpo_math: --prompts-per-step), over all ranks,",
     "--gradient-accumulation-steps": "--micro-batch-tokens",
     "--model-name-or-path": "--model",
@@ -772,6 +774,8 @@ def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple], group
     if first.completion_ids:
         text = tokenizer.decode(first.completion_ids)
         print_main(f"its completion ({len(first.completion_ids)} tokens):\n{text}")
+    if args.eval_dataset:
+        print_main("evaluating before training")
 
 
 NUM_WRITTEN = 16  # samples of an evaluation that samples.jsonl keeps
@@ -836,7 +840,8 @@ class Log:
             tqdm.write(f"warning: step {done}: in every group all rewards are equal, so advantages are 0")
         self.bar.set_postfix(loss=metrics["loss"], grad_norm=metrics["grad_norm"], refresh=False)
         self.bar.update()
-        if self.bar.disable and done % math.ceil(self.num_steps / 10) == 0:  # in a log file
+        is_due = done == 1 or done % math.ceil(self.num_steps / 10) == 0
+        if self.bar.disable and is_due:  # in a log file
             numbers = f"loss {metrics['loss']:.4g}, gradient norm {metrics['grad_norm']:.4g}"
             print(
                 f"step {done} of {self.num_steps}: {numbers}, {metrics['perf/step_time']:.2f} s", flush=True

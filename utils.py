@@ -141,7 +141,8 @@ def summarize_groups(eos_ids: set[int], groups: list[tuple], skipped: list[tuple
 
     skipped: [(line number, SkipRow), ...].
     """
-    parts = [f"{len(groups)} rows"]
+    kept = f"{len(groups)} of {len(groups) + len(skipped)}" if skipped else len(groups)
+    parts = [f"{kept} rows"]
     lines_by_reason = {}
     for number, error in skipped:
         lines_by_reason.setdefault(str(error), []).append(number)
@@ -163,7 +164,7 @@ def summarize_groups(eos_ids: set[int], groups: list[tuple], skipped: list[tuple
     lengths.sort()
     if lengths:
         quantile = lengths[math.ceil(0.9 * len(lengths)) - 1]
-        parts.append(f"90% of the prompts have at most {quantile} tokens, the longest {lengths[-1]}")
+        parts.append(f"90% of all prompts have at most {quantile} tokens, the longest {lengths[-1]}")
     return "; ".join(parts)
 
 

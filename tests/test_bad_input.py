@@ -150,7 +150,7 @@ def test_a_malformed_row_names_file_and_line(refused, tmp_path, row, said):
 def test_data_that_do_not_fit_the_flags_say_both(refused, script, good, tmp_path):
     assert f"--dataset {good}: 4 rows, but a step needs " in refused("--batch-size", 16)
     told = refused("--max-prompt-length", 1)
-    assert ": prompt longer than --max-prompt-length; 90% of the prompts have at most " in told
+    assert ": prompt longer than --max-prompt-length; 90% of all prompts have at most " in told
     path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": row["prompt"]} for row in ROWS])
     told = refused("--dataset", path)
     assert told.startswith(f"--dataset {path}: ") and told.endswith("--online")

@@ -101,7 +101,7 @@ def test_paired_formats_give_the_same_pairs(load, row):
         ["<s><|user|>Hi</s><|assistant|>", "Hello!</s>", "Go.</s>"],
         ["<s><|user|>Bye</s><|assistant|>", "See you</s>", "Good</s>"],
     ]
-    assert re.search(r": 2 rows; 90% of the prompts have at most \d+ tokens, the longest \d+\n$", told)
+    assert re.search(r": 2 rows; 90% of all prompts have at most \d+ tokens, the longest \d+\n$", told)
 
 
 @pytest.mark.parametrize("as_messages", [False, True])
@@ -284,11 +284,11 @@ def test_rows_that_cannot_train_are_counted_by_reason_and_the_others_keep_their_
     rows += [PAIR | {"prompt": "x" * 30}, good[2]]
     pairs, told = load(rows, max_prompt_length=20, max_length=26)
     assert [x.prompt for x, _ in pairs] == ["one", "two", "three"]
-    assert re.search(": 3 rows; (.*)\n", told)[1].split("; ") == [
+    assert re.search(": 3 of 8 rows; (.*)\n", told)[1].split("; ") == [
         "3 skipped, the first in line 1: completion empty",
         "1 skipped, the first in line 5: chosen equals rejected",
         "1 skipped, the first in line 7: prompt longer than --max-prompt-length",
-        "90% of the prompts have at most 34 tokens, the longest 34",
+        "90% of all prompts have at most 34 tokens, the longest 34",
     ]
     groups, told = load([PAIR | {"prompt": prompt} for prompt in ("", " \n", [U("")])])
     assert groups == [] and "3 skipped, the first in line 1: prompt empty" in told

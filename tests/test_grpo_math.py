@@ -204,4 +204,4 @@ def test_a_problem_has_no_completion_that_could_be_shown(data, capsys):
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
     grpo_math_humanline.load_groups(args, tokenizer, {tokenizer.eos_token_id}, data, "train")
     told = capsys.readouterr().out
-    assert " rows; 90% of the prompts have " in told and "completion" not in told
+    assert " rows; 90% of all prompts have " in told and "completion" not in told

@@ -154,7 +154,7 @@ def test_the_flags_of_other_trainers_are_answered_with_ours(capsys):
 def test_prompts_are_summarized_with_the_longest_and_the_90_percent_quantile():
     groups = [(utils.Example("", [1] * length),) for length in range(1, 11)]
     assert utils.summarize_groups({0}, groups, []).endswith(
-        "90% of the prompts have at most 9 tokens, the longest 10"
+        "90% of all prompts have at most 9 tokens, the longest 10"
     )
 
 
@@ -162,3 +162,23 @@ def test_memory_is_that_of_one_gpu_by_default():
     from memory import Own
 
     assert Own().ranks == 1 and torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
+
+
+@pytest.mark.parametrize("script", ["dpo", "kto", "grpo"])
+def test_the_reference_curves_begin_as_a_default_run_does(script, tmp_path):
+    """docs/curves.md: step 0 agrees to four digits on every machine."""
+    reference = read_rows(ROOT / "docs" / "reference" / f"{script}.jsonl.gz")
+    assert [row["step"] for row in reference] == list(range(320))
+    flags = ["--engine", "hf", "--num-steps", "1", "--checkpoint-every", "0", "--eval-dataset", ""]
+    output_dir = tmp_path / "run"
+    run_ranks(1, [[*flags, "--output-dir", str(output_dir)]], script=f"{script}_humanline")
+    (first,) = metrics(output_dir, True)
+    for key, value in first.items():
+        if key != "lr":  # the warmup depends on --num-steps
+            assert value == pytest.approx(reference[0][key], rel=1e-3, abs=1e-9), key
+
+
+def test_the_reference_curve_of_math_is_a_whole_run():
+    reference = read_rows(ROOT / "docs" / "reference" / "grpo_math.jsonl.gz")
+    assert [row["step"] for row in reference] == list(range(256))
+    assert reference[-1]["rewards/accuracy"] > 0.8 > 0.4 > reference[0]["rewards/accuracy"]
