@@ -94,15 +94,15 @@ def tune(plan: study.Plan, collapsed: dict, at: str) -> tuple:
     data, _ = plan.data
     arms = tuned_arms(plan)
     choices = {(arm.script, arm.name): list(product(arm.lrs, arm.options)) for arm in arms}
-    best, rows, scores = try_choices(plan, arms, choices, collapsed, at)
+    best, rows = try_choices(plan, arms, choices, collapsed, at)
     if plan.test and not plan.grows_by_arm:
         new = set()
         for key, (lr, _) in best.items():
             new |= {*rates_beside(lr, choices[key], (1e-6, 3e-6, *LADDER))}
-        for arm in arms:
-            choices[arm.script, arm.name] += product(sorted(new), arm.options)
-        best, rows, _ = try_choices(plan, arms, choices, collapsed, at)
-        return best, rows
+        # An arm stands in several panels, but its grid grows once.
+        for key, options in {(arm.script, arm.name): arm.options for arm in arms}.items():
+            choices[key] += product(sorted(new), options)
+        return try_choices(plan, arms, choices, collapsed, at)
     grown = True
     while grown:
         grown = False
@@ -123,7 +123,7 @@ def tune(plan: study.Plan, collapsed: dict, at: str) -> tuple:
             choices[key] += new
             grown = grown or bool(new)
         if grown:
-            best, rows, scores = try_choices(plan, arms, choices, collapsed, at)
+            best, rows = try_choices(plan, arms, choices, collapsed, at)
     return best, rows
 
 
@@ -131,8 +131,7 @@ def try_choices(plan: study.Plan, arms: list, choices: dict, collapsed: dict, at
     """Runs every choice of every arm on the tuning seeds.
 
     Returns:
-        {(script, arm's name): its best choice}, the rows of all runs, and {(script, arm's name): {choice: the
-        scores of its runs}}.
+        {(script, arm's name): its best choice}, and the rows of all runs.
     """
     data, _ = plan.data
     runs = []
@@ -140,7 +139,7 @@ def try_choices(plan: study.Plan, arms: list, choices: dict, collapsed: dict, at
         for lr, option in choices[arm.script, arm.name]:
             runs += [(arm, lr, seed, f"{option} {data}") for seed in plan.tuning_seeds]
     rows = rows_of(runs, collapsed, at)
-    scores = {}
+    scores = {}  # {(script, arm's name): {choice: scores of its runs}}
     for (arm, lr, _, more), row in zip(runs, rows):
         choice = (lr, more.removesuffix(f" {data}"))
         score = row.get(plan.metrics[0], -np.inf)
@@ -149,7 +148,7 @@ def try_choices(plan: study.Plan, arms: list, choices: dict, collapsed: dict, at
     for key, numbers_of in scores.items():
         means = {choice: np.mean(numbers) for choice, numbers in numbers_of.items()}
         best[key] = max(means, key=means.get)
-    return best, rows, scores
+    return best, rows
 
 
 def rates_beside(lr: float, choices: list[tuple], ladder: tuple = LADDER) -> list[float]:

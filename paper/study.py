@@ -229,6 +229,15 @@ def judge_at(row: dict, kl: float) -> float:
     return np.nan
 
 
+def on_a_par(rows: list[dict], panel: str, first: str, second: str, metric: str = "judge") -> dict:
+    """Returns the line of a paired t test, with the signed-rank test and that of equivalence beside it."""
+    scores = [values(rows, panel, arm, metric) for arm in (first, second)]
+    line = paired(panel, first, second, scores[0] - scores[1]) | {"metric": metric}
+    line["p_signed_rank"] = wilcoxon(*scores).pvalue
+    line["p_equivalent"], *_ = ttost_paired(*scores, -MARGIN, MARGIN)
+    return line
+
+
 def stories_test(rows: list[dict]) -> list[dict]:
     """Compares humanline - offline and online - humanline for each script, paired by instance.
 
@@ -242,11 +251,7 @@ def stories_test(rows: list[dict]) -> list[dict]:
         pairs += [(script, "offline + humanline", "offline"), (script, "online", "offline + humanline")]
     lines = []
     for panel, *both in pairs:
-        scores = [values(rows, panel, arm, "judge") for arm in both]
-        line = paired(panel, *both, scores[0] - scores[1])
-        line["p_signed_rank"] = wilcoxon(*scores).pvalue
-        line["p_equivalent"], *_ = ttost_paired(*scores, -MARGIN, MARGIN)
-        lines.append(line)
+        lines.append(on_a_par(rows, panel, *both))
     holm(lines)
     for kl in AT_KL:
         for panel, *both in pairs:
@@ -271,11 +276,7 @@ def baselines_test(rows: list[dict]) -> list[dict]:
     pairs += [("GRPO", HUMANLINE_BETA, other) for other in (TUNED_BETA, NO_REFERENCE)]
     lines = []
     for panel, *both in pairs:
-        scores = [values(rows, panel, arm, "judge") for arm in both]
-        line = paired(panel, *both, scores[0] - scores[1])
-        line["p_signed_rank"] = wilcoxon(*scores).pvalue
-        line["p_equivalent"], *_ = ttost_paired(*scores, -MARGIN, MARGIN)
-        lines.append(line)
+        lines.append(on_a_par(rows, panel, *both))
     holm(lines[:3])
     return lines
 
@@ -288,11 +289,7 @@ def sums_test(rows: list[dict]) -> list[dict]:
     rows = [row | {"panel": "sums"} for row in rows]
     lines = []
     for both in (("humanline", "ε 0.2"), ("humanline", "no clip"), ("online", "humanline")):
-        scores = [values(rows, "sums", arm, "late") for arm in both]
-        line = paired("sums", *both, scores[0] - scores[1]) | {"metric": "late"}
-        line["p_signed_rank"] = wilcoxon(*scores).pvalue
-        line["p_equivalent"], *_ = ttost_paired(*scores, -MARGIN, MARGIN)
-        lines.append(line)
+        lines.append(on_a_par(rows, "sums", *both, "late"))
     return holm(lines)
 
 
