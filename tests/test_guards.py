@@ -459,6 +459,21 @@ def test_a_checkpoint_whose_progress_is_of_another_shape_is_damaged(whole, tmp_p
     assert metrics(folder, without_perf=True) == metrics(whole, without_perf=True)
 
 
+@pytest.mark.parametrize("metrics_are_there", [True, False])
+def test_a_resume_with_damaged_checkpoints_alone_does_not_start_at_step_0(
+    whole, tmp_path, refused, metrics_are_there
+):
+    """Without metrics.jsonl, step 0 would have been repeated over what the folder still has."""
+    folder = shutil.copytree(whole, tmp_path / "run")
+    for progress in folder.glob("checkpoints/*/progress.json"):
+        progress.write_text("[1]")
+    if not metrics_are_there:
+        (folder / "metrics.jsonl").unlink()
+    before = contents(folder)
+    assert "it has no complete checkpoint" in refused("--resume", folder)
+    assert contents(folder) == before
+
+
 def test_a_rank_that_waits_for_the_message_of_rank_0_can_be_ended(tmp_path):
     """Otherwise it outlived its launcher by half a minute."""
     row = {"prompt": "for king", "chosen": "rose"}

@@ -196,6 +196,18 @@ def test_a_reward_model_reads_a_sample_with_the_space_that_the_data_has(monkeypa
         assert utils.reward_input(tokenizer, "\n", sample) == f"{prompt}\n{sampled}</s>"
 
 
+@pytest.mark.parametrize("kind", ["sentencepiece", "tekken"])
+def test_a_sample_that_continues_an_answer_keeps_its_space(monkeypatch, load, kind):
+    """Decoded alone, SentencePiece's " a time" is "a time", and the answer would read "Once upona time"."""
+    tokenizer = load(kind)
+    turn = "'[INST] ' + m.content + ' [/INST]' if m.role == 'user' else m.content"
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}{{ " + turn + " }}{% endfor %}")
+    prompt = [{"role": "user", "content": "Tell me."}, {"role": "assistant", "content": "Once upon"}]
+    for text in (" a time", "\nHer name was Zoë.", ", we"):
+        prompt_ids, (ids,) = utils.encode(tokenizer, {2}, prompt, [text])
+        assert utils.decode_completion(tokenizer, Example(prompt, prompt_ids), ids) == text
+
+
 # --- whole runs ---
 
 SHORT = ["--num-steps", "3", "--k", "1", "--max-prompt-length", "120", "--max-length", "240"]
