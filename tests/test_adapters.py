@@ -212,6 +212,20 @@ def test_without_the_clamp_or_the_sync_they_are_those_of_that_loop(k, tmp_path):
         assert max(abs(a - b) for a, b in zip(loop["losses"], whole)) > 0.01
 
 
+def test_k_of_0_never_syncs(tmp_path):
+    trainer = make_trainer(tmp_path, 0)
+    loop = plain_loop(trainer, 0, sync=False)
+    trainer.train()
+    assert gap(trainer, loop) < 1e-10
+
+
+def test_settings_that_the_trainers_would_ignore_stop_them(tmp_path):
+    with pytest.raises(AssertionError, match="sigmoid"):
+        make_trainer(tmp_path, loss_type="ipo")
+    with pytest.raises(AssertionError, match="get_peft_model"):
+        pasted()["HumanlineDPOTrainer"](make_base(), peft_config=LoraConfig())
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_with_accumulation_the_sync_comes_once_an_update(k, tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path, k, passes=2)
