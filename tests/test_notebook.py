@@ -55,12 +55,16 @@ def results(runs) -> dict[str, list[float]]:
         assert line["loss"] == pytest.approx(math.log(2)) and not line["humanline/log_ratio_abs_mean"]
     wide, tight = (pd.DataFrame(metrics(runs / name)) for name in ("wide", "tight"))
     assert not tight["grpo/clip_fraction"].any()
+    margins_norms_and_losses = []
+    for name in ("fixed", "humanline"):
+        means = pd.DataFrame(metrics(runs / name)).tail(20).mean()
+        margins_norms_and_losses += means[["rewards/margins", "grad_norm", "loss"]].tolist()
     outside = tight["humanline/clipped_low"] + tight["humanline/clipped_high"]
     accuracies = [after[name]["eval/accuracy"][0] for name in ("sync-after", "sync-before")]
     return {
         "### Three": [after[name]["eval/reward"][0] for name in ("offline", "humanline", "online")],
         "### 1. ": [metrics(runs / "sync-before")[1]["loss"], *accuracies],
-        "### 2. ": [pd.DataFrame(metrics(runs / name)).loss[-20:].mean() for name in ("fixed", "humanline")],
+        "### 2. ": margins_norms_and_losses,
         "### 3. ": [wide["grpo/clip_fraction"][-32:].mean(), outside[-32:].mean()],
         "### 4. ": [metrics(runs / name)[0]["grad_norm"] for name in ("perceived", "concentrated")],
     }
