@@ -490,11 +490,11 @@ def sample_round(args, sampler, grader, policy, problems: list[tuple], step: int
     seed = (args.seed, step + 1)  # evaluations use (args.seed, 0)
     problem_samples, metrics = sampler.sample(policy, drawn, args.group_size, seed)
     started = time.perf_counter()
-    groups, rewards, num_stopped = grade_groups(grader, problem_samples)
-    new_groups = []
-    for group in groups:
-        # The complete samples were graded. Training truncates them.
-        new_groups.append(tuple(sample.truncate(args.max_length) for sample in group))
+    graded, rewards, num_stopped = grade_samples(grader, problem_samples)
+    # The complete samples were graded. Training truncates them.
+    samples = [sample.truncate(args.max_length) for sample in graded]
+    size = args.group_size
+    new_groups = [tuple(samples[i : i + size]) for i in range(0, len(samples), size)]
     for name, numbers in rewards.items():
         metrics[f"rollout/{name}_mean"] = numbers.mean().item()
     metrics["rollout/grading_stopped"] = num_stopped
@@ -518,18 +518,17 @@ def evaluate(args, policy, sampler, grader, held_out: list[tuple]) -> Evaluation
         return Evaluation({}, [])
     count = args.eval_samples_per_problem
     problem_samples, _ = sampler.sample(policy, problems, count, (args.seed, 0))
-    groups, values, _ = grade_groups(grader, problem_samples)  # values: {name: (N,)}
-    sample_values = utils.sample_statistics([sample for group in groups for sample in group])
-    values["finished"] = sample_values["finished"]
-    values["length"] = sample_values["length"]  # not "reward", which is the weighted sum of the rewards above
+    samples, values, _ = grade_samples(grader, problem_samples)  # values: {name: (N,)}
+    # This adds length, finished and reward, which is the weighted sum of the rewards in `values`.
+    values |= utils.sample_statistics(samples)
     values = {f"eval/{name}": numbers.view(-1, count).mean(1) for name, numbers in values.items()}
-    return Evaluation(utils.mean_and_error(values), [group[0] for group in groups])
+    return Evaluation(utils.mean_and_error(values), samples[::count])
 
 
 # === Grading ===
 # Rewards of samples. As in Open-R1, math_verify compares answers. To grade other answers, for example
 # programs, replace `grade`. It must set the time limit itself, and return None for a gold answer that it
-# cannot grade (`keep_gradable` asks with the answer "\\pi"). To add a reward, add it to `grade_groups`, and
+# cannot grade (`keep_gradable` asks with the answer "\\pi"). To add a reward, add it to `grade_samples`, and
 # its weight to WEIGHTS.
 #
 # math_verify gets one expression, the one that `extract_answer` finds, as a box. Only if a text has formulas
@@ -836,13 +835,13 @@ def tag_count_reward(text: str) -> float:
     return sum(text.count(tag) == 1 for tag in tags) / 4
 
 
-def grade_groups(grader, groups: list):
+def grade_samples(grader, groups: list):
     """Grades the samples of all groups.
 
     Returns:
-        The groups, where every sample has its weighted sum of rewards and whether its answer is correct; the
-        single rewards, {name: (N,)}; and the number of samples whose grading reached a limit or crashed,
-        which count as wrong.
+        The samples, each with its weighted sum of rewards and whether its answer is correct; the single
+        rewards, {name: (N,)}; and the number of samples whose grading reached a limit or crashed, which count
+        as wrong.
     """
     samples = [sample for group in groups for sample in group]
     verdicts = grade_all(grader, [(sample.answer, sample.text, sample.question) for sample in samples])
@@ -857,9 +856,7 @@ def grade_groups(grader, groups: list):
     graded = []
     for sample, total, is_correct in zip(samples, totals, correct):
         graded.append(sample._replace(reward=total, correct=is_correct))
-    size = len(groups[0])
-    graded_groups = [tuple(graded[i : i + size]) for i in range(0, len(graded), size)]
-    return graded_groups, rewards, verdicts.count(None)
+    return graded, rewards, verdicts.count(None)
 
 
 # === Metrics ===

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-import pyarrow
 import pyarrow.parquet
 import torch
 import torch.distributed as dist
@@ -66,9 +65,9 @@ def exit_on_input_error():
 
     Notes that were added to the error, for example the file and the line, stand before its message.
     """
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError):  # notebooks replace the streams
-            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows "\xb1" for "±"
+    with suppress(AttributeError):  # notebooks replace stdout
+        # A terminal without UTF-8 shows "\xb1" for "±". On stderr this is Python's default.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
     except InputError as error:
@@ -430,18 +429,16 @@ def load_rows(name: str, split: str):
                 with library_errors(f"{name}, line {number}"):
                     values = json.loads(line, object_pairs_hook=unique_keys)
                 yield number, values
-    elif name.endswith(".parquet"):
-        with library_errors(name):
-            table = pyarrow.parquet.read_table(name)
-            rows = [decode_json(values, table.schema) for values in table.to_pylist()]
-        yield from enumerate(rows, 1)
-    elif os.path.isfile(name):
+    elif os.path.isfile(name) and not name.endswith(".parquet"):
         raise InputError(f"{name}: convert it to .jsonl, .jsonl.gz or .parquet, for example with pandas")
     else:
         import datasets  # not at the top of the file, because the import takes a second
 
         with library_errors(name):
-            rows = datasets.load_dataset(name, split=split)
+            if name.endswith(".parquet"):  # in memory, because load_dataset would read its cache
+                rows = datasets.Dataset(pyarrow.parquet.read_table(name))  # decodes columns of JSON
+            else:
+                rows = datasets.load_dataset(name, split=split)
         yield from enumerate(rows, 1)
 
 
@@ -450,19 +447,6 @@ def unique_keys(pairs: list[tuple]) -> dict:
     if len(dict(pairs)) < len(pairs):
         raise ValueError(f"a key occurs twice among {[key for key, _ in pairs]}")
     return dict(pairs)
-
-
-def decode_json(value, kind):
-    """Decodes the parts of a value that a parquet file stores as JSON. `kind` is its Arrow type or schema."""
-    if value is None:
-        return None
-    if isinstance(kind, pyarrow.JsonType):
-        return json.loads(value)
-    if isinstance(kind, pyarrow.Schema | pyarrow.StructType):
-        return {field.name: decode_json(value[field.name], field.type) for field in kind}
-    if isinstance(kind, pyarrow.ListType | pyarrow.LargeListType):
-        return [decode_json(part, kind.value_type) for part in value]
-    return value
 
 
 # === Folder and checkpoints ===
@@ -520,9 +504,9 @@ def open_folder(args, file: str) -> Path:
 
 def find_checkpoints(folder: Path) -> list[Path]:
     """Returns all checkpoints of a run, newest first."""
-    steps = {path: path.name.removeprefix("step-") for path in folder.glob("checkpoints/step-*")}
-    found = [path for path, step in steps.items() if step.isdecimal()]  # no copies such as "step-2 copy"
-    return sorted(found, key=lambda path: int(steps[path]), reverse=True)
+    steps = [path.name.removeprefix("step-") for path in folder.glob("checkpoints/step-*")]
+    numbers = [int(step) for step in steps if step.isdecimal()]  # no copies such as "step-2 copy"
+    return [folder / f"checkpoints/step-{number}" for number in sorted(numbers, reverse=True)]
 
 
 def training_state(policy, reference, optimizer):
@@ -638,11 +622,10 @@ def restore(checkpoint: Path, policy, reference, optimizer) -> Progress:
     shapes = {f"policy.{name}": weight.shape for name, weight in state["policy"].items()}
     if shapes != {name: entry.size for name, entry in saved.items() if name.startswith("policy.")}:
         raise InputError("--resume: the checkpoint's weights are not those of --model")
+    param_groups = state["optimizer"].pop("param_groups")  # AdamW's settings are those of the flags
     dcp.load(state, checkpoint_id=checkpoint, planner=planner)  # fills the weights in place
-    # set_optimizer_state_dict replaces AdamW's settings by the checkpoint's. Those of the flags are put back.
-    settings = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    state["optimizer"]["param_groups"] = param_groups
     dcp_state.set_optimizer_state_dict(policy, optimizer, state["optimizer"])
-    optimizer.param_groups[0].update(settings)
     return progress
 
 
@@ -798,8 +781,6 @@ class Log:
         self.path = folder / "metrics.jsonl"  # created by the first step; one line for each step
         self.samples_path = folder / "samples.jsonl"
         self.writer = SummaryWriter(folder, purge_step=start)
-        rows = [f"|{name}|{value}|" for name, value in vars(args).items()]
-        self.writer.add_text("hyperparameters", "\n".join(["|flag|value|", "|-|-|", *rows]), start)
         if start:
             for path in (self.path, self.samples_path):
                 path.touch()  # it may have been removed
@@ -821,7 +802,7 @@ class Log:
                 line = {"step": step, "prompt": sample.question, "sample": sample.text}
                 line |= {"reward": sample.reward, "finished": sample.finished}
                 file.write(json.dumps(line | {"tokens": len(sample.completion_ids)}) + "\n")
-        if "eval/reward" in means:  # there is a reward model
+        if "eval/reward" in means:  # otherwise nothing gives rewards
             first_reward, *_ = self.before.statistics["eval/reward"]
             finished = means["eval/finished"]
             if finished < 0.5 and means["eval/reward"] > first_reward:

@@ -2,7 +2,7 @@ r"""Writes a page of completions in which the colour of every token is its log Ï
 
     python grpo_humanline.py --engine hf --lr 2e-3 --seed 11 --checkpoint-every 32 --keep-checkpoints 0 \
         --output-dir runs/tokens
-    python paper/tokens.py runs/tokens --step 224 --rows 3 --out tokens.html  # docs/tokens.png
+    python paper/tokens.py runs/tokens --step 224 --rows 3 --out tokens.html  # its pairs: docs/tokens.png
 
 The page shows the first held-out pairs. Policy and reference are those of the checkpoint, so the next step
 would clip the tokens that are struck out. Right after a sync policy and reference are nearly equal. The
@@ -208,7 +208,8 @@ Hold the mouse over a token to see its log-probs. The colour is the log-ratio in
         text += f"gradient ({share(scored, 'cut')} here)</p>\n"
     if hasattr(script, "grpo_loss"):
         text += f'<p><span class="t eps">token</span> the clip to 1 Â± {args.epsilon:g} removes its gradient '
-        text += f"({share(scored, 'eps')}), but not that of the KL penalty.</p>\n"
+        text += f"({share(scored, 'eps')} here)</p>\n"
+        text += "<p>Neither clip removes the gradient of the KL penalty.</p>\n"
     for group, completions in zip(groups, scored):
         text += group_html(script, tokenizer, group, completions)
     return f"{text}</html>\n"

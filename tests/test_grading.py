@@ -13,7 +13,7 @@ from conftest import ROOT, SHARED, read_rows
 
 import grpo_math_humanline
 import run
-from grpo_math_humanline import gold_answer, grade_all, grade_groups, keep_gradable, start_grader
+from grpo_math_humanline import gold_answer, grade_all, grade_samples, keep_gradable, start_grader
 from utils import Example
 
 ENDLESS = "9^{9^{9^{9}}}"
@@ -221,10 +221,10 @@ def test_a_reward_is_eight_of_accuracy_one_of_format_and_one_of_tags(grader):
     five = GOOD.replace("4\n</a", "5\n</a")
     texts = [GOOD, five, "4", "", GOOD.replace("\n</answer>", ""), five]
     samples = [Example("", [1], text=text, answer=answer) for text, answer in zip(texts, "444555")]
-    scored, rewards, stopped = grade_groups(grader, [samples[:3], samples[3:]])
-    assert [[x.reward for x in group] for group in scored] == [[10, 2, 8], [0, 0.75, 10]] and stopped == 0
-    assert [[x.text for x in group] for group in scored] == [texts[:3], texts[3:]]
-    assert [[x.correct for x in group] for group in scored] == [[True, False, True], [False, False, True]]
+    scored, rewards, stopped = grade_samples(grader, [samples[:3], samples[3:]])
+    assert [x.reward for x in scored] == [10, 2, 8, 0, 0.75, 10] and stopped == 0
+    assert [x.text for x in scored] == texts
+    assert [x.correct for x in scored] == [True, False, True, False, False, True]
     assert rewards["accuracy"].tolist() == [1, 0, 1, 0, 0, 1]
     assert rewards["format"].tolist() == [1, 1, 0, 0, 0, 1]
     assert rewards["tag_count"].tolist() == [1, 1, 0, 0, 0.75, 1]
@@ -272,7 +272,7 @@ def test_bombs_cost_the_time_limit_and_not_the_run(grader, monkeypatch):
     monkeypatch.setattr(grpo_math_humanline, "TIME_LIMIT", 1.0)
     texts = [*BOMBS.values(), *ODD, "5", "6"]
     group = tuple(Example("", [], text=text, answer="5") for text in texts)
-    _, rewards, stopped = grade_groups(grader, [group])
+    _, rewards, stopped = grade_samples(grader, [group])
     # An answer that waits behind them loses nothing.
     assert rewards["accuracy"].tolist() == [0.0] * (len(texts) - 2) + [1.0, 0.0]
     assert stopped == len(BOMBS)

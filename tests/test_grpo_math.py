@@ -134,8 +134,10 @@ def test_evaluation_is_pass_at_1_over_problems(runs, folder):
     summary = json.loads((folder / "0" / "humanline" / "summary.json").read_text())
     accuracy, error, count = summary["before"]["eval/accuracy"]
     assert 0 < accuracy < 1 and accuracy * 16 == round(accuracy * 16) and error > 0
-    names = {"eval/accuracy", "eval/format", "eval/tag_count", "eval/finished", "eval/length"}
-    assert set(summary["after"]) == names
+    names = {"accuracy", "format", "tag_count", "reward", "finished", "length"}
+    assert set(summary["after"]) == {f"eval/{name}" for name in names}
+    means = {name: summary["after"][f"eval/{name}"][0] for name in names}
+    assert means["reward"] == pytest.approx(8 * means["accuracy"] + means["format"] + means["tag_count"])
 
 
 def test_completions_that_are_cut_are_counted_and_get_no_end_of_turn(data, tmp_path):
@@ -158,7 +160,7 @@ def whole(data, tmp_path_factory):
     return main(*RESUMED, data, "--eval-dataset", data, "--output-dir", folder)
 
 
-@pytest.mark.parametrize("moment", ["grpo_loss 2", "grade_groups 3"])
+@pytest.mark.parametrize("moment", ["grpo_loss 2", "grade_samples 3"])
 def test_killed_between_two_samplings_and_resumed_equals_uninterrupted(whole, data, kill_and_resume, moment):
     kill_and_resume(whole, [*RESUMED, data, "--eval-dataset", data], moment, SCRIPT)
 

@@ -119,7 +119,7 @@ def test_a_command_under_an_ascii_locale_ends_with_its_report(tmp_path):
 
 
 def test_an_error_with_other_letters_is_one_line_on_such_a_terminal(tmp_path, monkeypatch):
-    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors=sys.__stderr__.errors)
     monkeypatch.setattr(sys, "stderr", terminal)
     with pytest.raises(SystemExit) as stop:
         run_here(dpo_humanline, *SHORT, "--dataset", tmp_path / "für.jsonl", "--output-dir", tmp_path / "run")
