@@ -10,6 +10,7 @@ Bars end at the edge.
 """
 
 import csv
+import re
 import sys
 from pathlib import Path
 from typing import Literal
@@ -75,6 +76,8 @@ def figures_of(name: str, folder: Path) -> dict:
         return {name: draw_tasks(rows, lines)}
     if name == "stories":
         return {name: draw_stories(rows)}
+    if name == "baselines":
+        return {name: draw_frontier(read(folder, "stories") + read(folder, name))}
     tests = []
     if (folder / f"{name}_tests.csv").exists():
         tests = read(folder, f"{name}_tests")
@@ -386,6 +389,48 @@ def draw_stories(rows: list[dict]):
     meaning = (
         "line: mean of the draws before training and at each checkpoint, 95% interval; faint: end of a run"
     )
+    figure.supxlabel(meaning, fontsize=7)
+    return figure
+
+
+FRONTIER_MARKS = {
+    "offline, ε 0.15": ("v", "#E69F00"),
+    "offline, paper's ε and β": ("v", "#E69F00"),
+    "offline": ("o", "#0072B2"),
+    "offline, no clip, tuned β": ("^", "#0072B2"),
+    "no reference": ("X", "#CC79A7"),
+    "humanline, paper's ε and β": ("P", "#D55E00"),
+    "offline + humanline": ("s", "#D55E00"),
+    "humanline, tuned β": ("*", "#D55E00"),
+    "online": ("D", "#009E73"),
+}
+
+
+def draw_frontier(rows: list[dict]):
+    """Draws the judge's score against KL at the ends of runs: the arms' means, and faint those of tuning."""
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained", sharey=True)
+    for ax, script in zip(axes, ("GRPO", "KTO", "DPO")):
+        for arm, (marker, color) in FRONTIER_MARKS.items():
+            settings = {}  # {command without draw and seed: runs}
+            for row in select(rows, arm=arm, failed=None):
+                if row["panel"].startswith(f"{script} "):
+                    setting = re.sub(r"stories/\d+|--seed \d+", "", row["command"])
+                    settings.setdefault((row["phase"], setting), []).append((row["kl"], row["judge"]))
+            for (phase, _), ends in settings.items():
+                kls, scores = np.array(ends).T
+                if phase == "tuning":
+                    ax.plot(kls.mean(), scores.mean(), marker, color=color, alpha=0.25, markersize=5)
+                    continue
+                error = {"xerr": curves.interval(kls), "yerr": curves.interval(scores)}
+                style = dict(color=color, label=arm, capsize=2, markersize=8, markeredgecolor="black")
+                ax.errorbar(kls.mean(), scores.mean(), fmt=marker, **error, **style)
+        ax.set(title=script, xlabel="KL from the initial policy at the end, nats a completion")
+        ax.set_xscale("symlog", linthresh=1)
+        ax.set_xlim(0)
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=7, loc="lower right")
+    axes[0].set_ylabel("judge: VADER's sentiment, mean over sentences")
+    meaning = "mark with bars: mean of twelve draws, 95% interval; faint: a tuned setting, mean of two draws"
     figure.supxlabel(meaning, fontsize=7)
     return figure
 
