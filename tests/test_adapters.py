@@ -5,6 +5,7 @@ The plain loop has neither PEFT nor TRL: its weights are W + (alpha / r) B A, it
 
 import copy
 import itertools
+import math
 import re
 import shutil
 from collections import defaultdict
@@ -217,6 +218,15 @@ def test_k_of_0_never_syncs(tmp_path):
     loop = plain_loop(trainer, 0, sync=False)
     trainer.train()
     assert gap(trainer, loop) < 1e-10
+
+
+def test_with_bounds_of_0_the_loss_stays_log_2(tmp_path):
+    """The page's check that the clamp is on."""
+    trainer = make_trainer(tmp_path, bounds=(0, 0))
+    trainer.train()
+    assert losses_of(trainer) == pytest.approx([math.log(2)] * STEPS)
+    found = [entry.get("humanline/log_ratio_abs_mean") for entry in trainer.state.log_history][:STEPS]
+    assert found[0] == 0 and min(found[1:]) > 0
 
 
 def test_settings_that_the_trainers_would_ignore_stop_them(tmp_path):
