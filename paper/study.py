@@ -541,7 +541,7 @@ def of_sums(arm: Arm, kind: str, part: str) -> Arm:
         f"--model runs/smollm2 --dtype bfloat16 --system-prompt '' "
         f"--chat-template {folder}/one_example.jinja "
         f"--dataset {folder}/train.jsonl --eval-dataset {folder}/{part}.jsonl --eval-samples 64 "
-        f"--eval-samples-per-problem {samples} --eval-every 16 --num-steps 64 --prompts-per-step 4 --beta 0 "
+        f"--eval-samples-per-problem {samples} --eval-every 8 --num-steps 32 --prompts-per-step 4 --beta 0 "
         "--temperature 1.0 --max-prompt-length 60 --max-new-tokens 18 --max-length 80 "
         f"--generation-batch-size 64 {arm.flags}"
     )
