@@ -436,7 +436,9 @@ def load_rows(name: str, split: str):
 
         with library_errors(name):
             if name.endswith(".parquet"):  # in memory, because load_dataset would read its cache
-                rows = datasets.Dataset(pyarrow.parquet.read_table(name))  # decodes columns of JSON
+                table = pyarrow.parquet.read_table(name)
+                # This decodes columns of JSON. The metadata may ask to decode images too.
+                rows = datasets.Dataset(table.replace_schema_metadata())
             else:
                 rows = datasets.load_dataset(name, split=split)
         yield from enumerate(rows, 1)

@@ -5,6 +5,7 @@ A row is trained as a person who reads it would expect, or it is refused with a 
 
 import json
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -100,6 +101,15 @@ def test_json_columns_are_decoded_at_every_level(tmp_path, nested):
     pyarrow.parquet.write_table(pyarrow.table({"prompt": column, "id": [1, 2]}), tmp_path / "rows.parquet")
     rows = [row for _, row in run.read_rows(str(tmp_path / "rows.parquet"), "train")]
     assert [row["prompt"] for row in rows] == expected and [row["id"] for row in rows] == [1, 2]
+
+
+def test_images_of_parquet_files_are_not_decoded(tmp_path):
+    """A data set that was saved by `datasets` asks for it, and decoding needs Pillow. The column is refused."""
+    features = datasets.Features({"prompt": datasets.Value("string"), "images": datasets.Image()})
+    data = {"prompt": ["What is this?"], "images": [{"bytes": b"no picture", "path": None}]}
+    datasets.Dataset.from_dict(data, features=features).to_parquet(tmp_path / "rows.parquet")
+    ((_, row),) = run.read_rows(str(tmp_path / "rows.parquet"), "train")
+    assert row["images"]["bytes"] == b"no picture"
 
 
 def test_a_prompt_that_ends_with_the_assistants_words_is_continued():
