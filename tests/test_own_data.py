@@ -104,7 +104,7 @@ def test_json_columns_are_decoded_at_every_level(tmp_path, nested):
 
 
 def test_images_of_parquet_files_are_not_decoded(tmp_path):
-    """A data set that was saved by `datasets` asks for it, and decoding needs Pillow. The column is refused."""
+    """A data set that was saved by `datasets` asks for it, and decoding needs Pillow."""
     features = datasets.Features({"prompt": datasets.Value("string"), "images": datasets.Image()})
     data = {"prompt": ["What is this?"], "images": [{"bytes": b"no picture", "path": None}]}
     datasets.Dataset.from_dict(data, features=features).to_parquet(tmp_path / "rows.parquet")
