@@ -102,7 +102,7 @@ def draw_syncing(ax, points: list, k: int):
     ax.step(steps, reference, where="post", color=ORANGE, lw=1.5, label="reference")
     ax.fill_between(steps, policy, reference, step="post", color=GREY, alpha=0.2, lw=0)
     behind = "1 update" if k == 1 else f"1 to {k} updates"
-    ax.set_title(f"Syncing, k = {k}: the reference is {behind} behind")
+    ax.set_title(f"Syncing, k = {k}: after step 0 the reference is {behind} behind")
     ax.set_ylabel("log p, nats")
     ax.legend(loc="upper left", fontsize=8)
 
