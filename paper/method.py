@@ -89,7 +89,7 @@ def draw_clipping(ax, ratios: list[float]):
     beyond = sum(ratio != after for ratio, after in zip(ratios, clipped))
     ax.set_title(f"Clipping: {beyond} of {len(ratios)} tokens are beyond ±{high}")
     ax.set_xlabel(f"{RATIO} of a token, nats, {STEPS - 1} updates after a sync")
-    ax.set_ylabel("what the loss sees")
+    ax.set_ylabel("what the loss receives")
     ax.legend(loc="upper left", fontsize=8)
 
 
@@ -102,7 +102,7 @@ def draw_syncing(ax, points: list, k: int):
     ax.step(steps, reference, where="post", color=ORANGE, lw=1.5, label="reference")
     ax.fill_between(steps, policy, reference, step="post", color=GREY, alpha=0.2, lw=0)
     behind = "1 update" if k == 1 else f"1 to {k} updates"
-    ax.set_title(f"Syncing, k = {k}: after step 0 the reference is {behind} behind")
+    ax.set_title(f"Syncing, k = {k}: {behind} behind, after step 0")
     ax.set_ylabel("log p, nats")
     ax.legend(loc="upper left", fontsize=8)
 
