@@ -638,6 +638,8 @@ def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
     """
     weights = {}
     for name, tensor in policy.state_dict().items():
+        if name in policy.all_tied_weights_keys:  # a second name of a weight, such as that of a tied head
+            continue
         tensor = tensor.to(policy.dtypes[name])  # from utils.load_pretrained
         if hasattr(tensor, "full_tensor"):
             tensor = tensor.full_tensor()  # all ranks gather the shards together

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from conftest import PAIRS, TOY, metrics, run_ranks
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,6 +34,8 @@ def test_final_loads_with_the_dtype_and_the_ties_of_the_initial_model(tmp_path, 
     assert type(final) is type(initial) and final.dtype == torch.bfloat16
     assert final.lm_head.weight.data_ptr() == final.model.embed_tokens.weight.data_ptr()
     assert not torch.equal(final.lm_head.weight, initial.lm_head.weight)
+    files = [load_file(path / "model.safetensors") for path in (tmp_path / "model", folder)]
+    assert files[0].keys() == files[1].keys()  # the tied head was written a second time
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert AutoTokenizer.from_pretrained(folder).chat_template
 
