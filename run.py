@@ -638,7 +638,7 @@ def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
     """
     weights = {}
     for name, tensor in policy.state_dict().items():
-        if name in policy.all_tied_weights_keys:  # a second name of a weight, such as that of a tied head
+        if name in policy.all_tied_weights_keys:  # the files have a tied head only as the embedding
             continue
         tensor = tensor.to(policy.dtypes[name])  # from utils.load_pretrained
         if hasattr(tensor, "full_tensor"):

@@ -230,7 +230,7 @@ def judge_at(row: dict, kl: float) -> float:
 
 
 def on_a_par(rows: list[dict], panel: str, first: str, second: str, metric: str = "judge") -> dict:
-    """Returns the line of a paired t test, with the signed-rank test and that of equivalence beside it."""
+    """Returns the line of a paired t test, with the p-values of a signed-rank and an equivalence test."""
     scores = [values(rows, panel, arm, metric) for arm in (first, second)]
     line = paired(panel, first, second, scores[0] - scores[1]) | {"metric": metric}
     line["p_signed_rank"] = wilcoxon(*scores).pvalue

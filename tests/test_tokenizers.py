@@ -128,7 +128,7 @@ def test_prompt_and_completion_are_the_whole_rendering_on_all_real_pairs(
     data = write_rows(tmp_path / "rows.jsonl", rows)
     args = dpo_humanline.Args(max_prompt_length=20000, max_length=40000)
     groups = dpo_humanline.load_groups(args, tokenizer, {2}, data, "")
-    assert "rows.jsonl: 299 rows; 90% of all prompts have " in capsys.readouterr().out  # none is left out
+    assert "rows.jsonl: 299 rows; 90% of all prompts have " in capsys.readouterr().out  # no row is skipped
     for row, group in zip(rows, groups, strict=True):
         for example, completion in zip(group, (row["chosen"], row["rejected"]), strict=True):
             text = completion if isinstance(completion, str) else completion[0]["content"]
