@@ -81,11 +81,11 @@ def interval(values: np.ndarray) -> np.ndarray:
     return stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
 
 
-def draw_band(axes, label: str, steps: list[int], values: np.ndarray):
+def draw_band(axes, label: str, steps: list[int], values: np.ndarray, over: str = "seeds"):
     """Draws the mean of values (runs, steps) and its band. The band of fractions stays within [0, 1]."""
     runs = len(values)
     if runs > 1:
-        label = f"{label} ({runs} seeds)"
+        label = f"{label} ({runs} {over})"
     mean = values.mean(0)
     (line,) = axes.plot(steps, mean, label=label)
     if runs == 1:

@@ -52,7 +52,7 @@ def read(folder: Path, name: str) -> list[dict]:
 
 def shown_of(name: str) -> tuple[str, str]:
     """Returns the two metrics that a picture shows."""
-    return ("curve", "eval/accuracy") if name in ("figure7", "stale") else ("eval/reward", "judge")
+    return ("curve", "eval/accuracy") if name in ("figure7", "stale", "sums") else ("eval/reward", "judge")
 
 
 def draw(name: str, folder: Path = RESULTS):
@@ -78,6 +78,8 @@ def figures_of(name: str, folder: Path) -> dict:
         return {name: draw_stories(rows)}
     if name == "baselines":
         return {name: draw_frontier(read(folder, "stories") + read(folder, name))}
+    if name == "sums":
+        return {name: draw_curves(rows, lines, over="kinds")}
     tests = []
     if (folder / f"{name}_tests.csv").exists():
         tests = read(folder, f"{name}_tests")
@@ -215,22 +217,23 @@ def label_of(line: dict) -> str:
 
 
 # === Scores over steps, k, tasks, KL or time ===
-def draw_curves(rows: list[dict], lines: list[dict]):
+def draw_curves(rows: list[dict], lines: list[dict], over: str = "seeds"):
     """Draws the accuracy on held-out problems during training, with a curve for each arm."""
-    (before,) = [line["mean"] for line in select(lines, arm="untrained", metric="eval/accuracy")]
+    untrained = select(lines, arm="untrained", metric="eval/accuracy")
+    before = {line["panel"]: line["mean"] for line in untrained}
     figure, ax = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
     ax.set_prop_cycle(cycler(linestyle=("-", "--")) * cycler(color=plt.cm.tab10.colors))
     for arm in dict.fromkeys(row["arm"] for row in rows):
         values = []
         for row in select(rows, arm=arm, failed=None):
             points = {int(key.removeprefix(AT_STEP)): row[key] for key in row if key.startswith(AT_STEP)}
-            values.append([before, *points.values()])
+            values.append([before[row["panel"]], *points.values()])
             steps = [0, *points]
         if values:
-            curves.draw_band(ax, arm, steps, np.array(values))
+            curves.draw_band(ax, arm, steps, np.array(values), over)
             ax.lines[-1].set_linewidth(3 if "humanline" in arm else 1.5)
     ax.set(xlabel="optimizer step", ylabel="accuracy, share of held-out problems")
-    ax.set_title("line, band: mean over seeds and its 95% interval, within [0, 1]", fontsize=8)
+    ax.set_title(f"line, band: mean over {over} and its 95% interval, within [0, 1]", fontsize=8)
     figure.legend(fontsize=7, loc="outside right upper")
     return figure
 

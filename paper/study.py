@@ -282,11 +282,11 @@ def baselines_test(rows: list[dict]) -> list[dict]:
 
 
 def sums_test(rows: list[dict]) -> list[dict]:
-    """Compares the arms of `sums`, paired by kind of problem, with Holm's correction over three lines.
+    """Compares the arms of `sums`, paired by kind of problems, with Holm's correction over three lines.
 
     If p_equivalent is below 0.05, the difference is within ±MARGIN.
     """
-    rows = [row | {"panel": "sums"} for row in rows]
+    rows = over_instances(rows)
     lines = []
     for both in (("humanline", "ε 0.2"), ("humanline", "no clip"), ("online", "humanline")):
         lines.append(on_a_par(rows, "sums", *both, "late"))
@@ -545,7 +545,7 @@ def of_sums(arm: Arm, kind: str, part: str) -> Arm:
         "--temperature 1.0 --max-prompt-length 60 --max-new-tokens 18 --max-length 80 "
         f"--generation-batch-size 64 {arm.flags}"
     )
-    return arm._replace(panel=kind, flags=flags)
+    return arm._replace(panel=f"{arm.panel} {kind}", flags=flags)
 
 
 LOW_ENTROPY = (
@@ -650,6 +650,7 @@ STUDIES = {
         tuned=[of_sums(arm, kind, "tuning") for kind in KINDS[:2] for arm in SUMS_ARMS],
         test=sums_test,
         before_seeds=(21,),
+        instances=True,
         grows_by_arm=False,
     ),
 }
