@@ -147,7 +147,8 @@ def run_all(lines: list[str], at: str):
         lines = list(dict.fromkeys(lines))
         left = [line for line in lines if not (folder_of(line, at) / "end.json").exists()]
         try:
-            list(pool.map(lambda data: prepare(data, at), {line.rpartition("&& ")[0] for line in left}))
+            data = {part for line in left for part in line.split(" && ")[:-1]}  # the same data once
+            list(pool.map(lambda part: prepare(part, at), data))
             ended = pool.map(lambda line: start(line, folder_of(line, at)), left)
             list(tqdm(ended, initial=len(lines) - len(left), total=len(lines), unit="run"))
         finally:
@@ -157,7 +158,7 @@ def run_all(lines: list[str], at: str):
 def prepare(line: str, at: str):
     """Runs a command that makes data, once for each commit."""
     made = folder_of(line, at).with_suffix(".made")
-    if line and not made.exists():
+    if not made.exists():
         shell(line).check_returncode()
         write_file(made, line)
 
