@@ -397,7 +397,7 @@ def draw_stories(rows: list[dict]):
 
 
 FRONTIER_MARKS = {
-    "offline, ε 0.15": ("v", "#E69F00"),
+    "offline, ε 0.15": ("<", "#E69F00"),
     "offline, paper's ε and β": ("v", "#E69F00"),
     "offline": ("o", "#0072B2"),
     "offline, no clip, tuned β": ("^", "#0072B2"),
@@ -411,7 +411,7 @@ FRONTIER_MARKS = {
 
 def draw_frontier(rows: list[dict]):
     """Draws the judge's score against KL at the ends of runs: the arms' means, and faint those of tuning."""
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(1, 3, figsize=(11, 4.6), layout="constrained", sharey=True)
     for ax, script in zip(axes, ("GRPO", "KTO", "DPO")):
         for arm, (marker, color) in FRONTIER_MARKS.items():
             settings = {}  # {command without draw and seed: runs}
@@ -427,12 +427,11 @@ def draw_frontier(rows: list[dict]):
                 error = {"xerr": curves.interval(kls), "yerr": curves.interval(scores)}
                 style = dict(color=color, label=arm, capsize=2, markersize=8, markeredgecolor="black")
                 ax.errorbar(kls.mean(), scores.mean(), fmt=marker, **error, **style)
-        ax.set(title=script, xlabel="KL from the initial policy at the end, nats a completion")
-        ax.set_xscale("symlog", linthresh=1)
-        ax.set_xlim(0)
+        ax.set(title=script, xlabel="KL from the initial policy at the end, nats", xscale="log")
         ax.grid(alpha=0.3)
-        ax.legend(fontsize=7, loc="lower right")
     axes[0].set_ylabel("judge: VADER's sentiment, mean over sentences")
+    handles, labels = axes[0].get_legend_handles_labels()  # GRPO has all arms
+    figure.legend(handles, labels, loc="outside upper center", ncols=5, fontsize=8)
     meaning = "mark with bars: mean of twelve draws, 95% interval; faint: a tuned setting, mean of two draws"
     figure.supxlabel(meaning, fontsize=7)
     return figure

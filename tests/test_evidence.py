@@ -113,10 +113,23 @@ def differences() -> list[tuple]:
         if (pictures.RESULTS / f"{name}_tests.csv").exists():
             lines += pictures.read(pictures.RESULTS, f"{name}_tests")
     failing = "k=16, clip, ε 2"
+    lines += across_studies()
     lines += study.syncing_test([row for row in reported("syncing") if row["arm"] != failing])
     found = [(line["difference"], line["low"], line["high"]) for line in lines]
     found += [*paired_intervals(), of_syncing_at_the_narrow_epsilon(), of_a_doubling()]
     return found + [(-middle, -high, -low) for middle, low, high in found]
+
+
+def across_studies() -> list[dict]:
+    """What was compared after the runs between arms of stories and of baselines, paired by draw."""
+    rows = study.over_instances(reported("stories") + reported("baselines"))
+    pairs = [
+        ("DPO", "offline + humanline", study.PAPERS_OFFLINE),
+        ("KTO", study.PAPERS_HUMANLINE, "offline"),
+        ("GRPO", study.TUNED_BETA, "offline"),
+        ("GRPO", "online", study.TUNED_BETA),
+    ]
+    return [study.on_a_par(rows, *pair) for pair in pairs]
 
 
 def is_among(words: tuple, known: list[tuple]) -> bool:
@@ -220,6 +233,77 @@ def ends(arm: str, flags: str) -> tuple[float, float]:
     runs = runs[runs.command.str.count("--epsilon") < 2]  # without the runs that tune humanline's ε
     assert len(runs) == 2
     return runs.judge.mean(), runs.kl.mean()
+
+
+def test_the_readmes_table_has_the_mean_scores_and_distances_of_both_studies():
+    table = pd.DataFrame(study.over_instances(reported("stories") + reported("baselines")))
+    means = table.groupby(["panel", "arm"])[["judge", "kl"]].mean()
+    for script in ("GRPO", "KTO", "DPO"):
+        arms = [study.PAPERS_OFFLINE, study.PAPERS_HUMANLINE, "offline", "offline + humanline", "online"]
+        if script == "GRPO":  # here β is tuned too
+            arms[2:4] = study.TUNED_BETA, study.HUMANLINE_BETA
+        cells = []
+        for arm in arms:
+            score, kl = means.loc[script, arm]
+            cells.append(f"{score:.2f} ({kl:.0f})" if kl >= 1 else f"{score:.2f} ({kl:.1f})")
+        assert f"| {script} | {' | '.join(cells)} |" in README
+
+
+def tuned(arm: str) -> dict[tuple, float]:
+    """Returns the mean score of every setting of an arm in the tuning of baselines, by rate and β."""
+    table = pd.read_csv(pictures.RESULTS / "baselines.csv")
+    table = table[(table.phase == "tuning") & (table.arm == arm)]
+    betas = table.command.str.extract(r"--beta (\S+)", expand=False).fillna("")
+    return table.groupby([table.lr, betas]).judge.mean().to_dict()
+
+
+def test_what_is_said_of_the_tuning_and_the_draws_of_baselines_follows_from_the_csv():
+    humanline, offline, without = map(tuned, (study.HUMANLINE_BETA, study.TUNED_BETA, study.NO_REFERENCE))
+    best, other = max(humanline.values()), max(offline.values())
+    assert (offline[1e-4, "0"], humanline[3e-4, "0.1"]) == (other, best)
+    assert f"level in the tuning ({other:.3f}, humanline {best:.3f})" in in_words(CLAIMS)
+    assert f"came within {best - other:.3f} of humanline" in in_words(STUDIES)
+    rate = [score for (lr, _), score in humanline.items() if lr == 3e-4]
+    assert len(rate) == 4 and f"between {min(rate):.3f} and {max(rate):.3f} in the tuning" in in_words(
+        STUDIES
+    )
+    assert f"this arm falls to {without[3e-4, '']:.3f}" in in_words(STUDIES)
+
+    table = pd.DataFrame(reported("baselines"))
+    table["script"] = table.panel.str.split().str[0]
+    scores = table.pivot_table("judge", ["script", "panel"], "arm")
+    for script in ("GRPO", "KTO"):
+        both = scores.loc[script]
+        assert (both[study.PAPERS_HUMANLINE] > both[study.PAPERS_OFFLINE]).sum() == 12
+    grpo = scores.loc["GRPO"]
+    assert (grpo[study.HUMANLINE_BETA] > grpo[study.TUNED_BETA]).sum() == 11
+    falls = (other - grpo[study.TUNED_BETA].mean(), best - grpo[study.HUMANLINE_BETA].mean())
+    assert "fell by {:.3f} from tuning to report, and humanline by {:.3f}".format(*falls) in in_words(STUDIES)
+    far = table[(table.script == "DPO") & (table.arm == study.PAPERS_HUMANLINE)].kl > 280
+    assert far.sum() == 10 and "Ten of twelve runs end more than 280 nats away" in in_words(STUDIES)
+    again = script_arms("reported", "judge", "GRPO")["offline + humanline"] - grpo[study.PAPERS_HUMANLINE]
+    words = f"differ by up to {again.abs().max():.3f} on a draw, and by {abs(again.mean()):.3f} in the mean"
+    assert words in in_words(STUDIES)
+    ends = ends_of_dpo()
+    words = f"this pair had {ends['k 1', 3e-4]:.3f}, and k = 1 had {ends['k 1', 1e-4]:.3f} at 1e-4"
+    assert words in in_words(STUDIES)
+
+    lead = grpo[study.HUMANLINE_BETA] - grpo[study.TUNED_BETA]
+    finished = table[(table.script == "GRPO") & (table.arm == study.TUNED_BETA)].set_index("panel").finished
+    most = lead[finished > 0.8]
+    assert len(most) == 6 and f"end by themselves, it is {most.mean():.3f}" in in_words(STUDIES)
+    assert f"at equal settings (1e-4, β 0) {humanline[1e-4, '0']:.3f} and {without[1e-4, '']:.3f}" in (
+        in_words(STUDIES)
+    )
+
+
+def ends_of_dpo() -> dict[tuple, float]:
+    """Returns the mean score of DPO's humanline arm in the tuning of stories, by k and rate, with β 0.1."""
+    table = pd.read_csv(pictures.RESULTS / "stories.csv")
+    table = table[(table.phase == "tuning") & table.panel.str.startswith("DPO ")]
+    table = table[(table.arm == "offline + humanline") & (table.command.str.count("--beta") == 1)]
+    k = table.command.str.extract(r"--(k \d+)", expand=False)
+    return table.groupby([k, table.lr]).judge.mean().to_dict()
 
 
 def in_words(text: str) -> str:

@@ -1,12 +1,14 @@
 """Tests paper/pictures.py: the pictures show the numbers of the csv files."""
 
+import re
+
 import numpy as np
 import pytest
 from test_study import reported
 
 from paper import loop, pictures
 
-OTHERS = ("figure8", "time", "instances", "tasks", "stories")  # these have their own tests
+OTHERS = ("figure8", "time", "instances", "tasks", "stories", "baselines")  # these have their own tests
 NAMES = sorted(path.stem.removesuffix("_arms") for path in pictures.RESULTS.glob("*_arms.csv"))
 
 
@@ -79,6 +81,27 @@ def test_stories_are_paths_of_means_and_a_mark_for_the_end_of_every_run(axes_of)
                 for mean, step in zip(found, range(0, 121, 15), strict=True):
                     assert mean == pytest.approx(np.mean([row[f"{name}@{step}"] for row in of_arm]))
             assert [row["kl"] for row in of_arm] in ends
+
+
+def test_baselines_are_a_mark_for_the_mean_end_of_every_arm_and_a_faint_one_for_every_tuned_setting(axes_of):
+    rows = reported("stories") + reported("baselines")
+    tuning = []
+    for name in ("stories", "baselines"):
+        tuning += pictures.select(pictures.read(pictures.RESULTS, name), phase="tuning")
+    for axes in axes_of("baselines"):
+        of_script = [row for row in rows if row["panel"].startswith(f"{axes.get_title()} ")]
+        assert {container.get_label() for container in axes.containers} == {row["arm"] for row in of_script}
+        for container in axes.containers:
+            of_arm = pictures.select(of_script, arm=container.get_label(), failed=None)
+            mark, *_ = container.lines
+            for found, name in zip(mark.get_data(), ("kl", "judge")):
+                assert found[0] == pytest.approx(np.mean([row[name] for row in of_arm]))
+        faint = [line for line in axes.get_lines() if line.get_alpha() == 0.25]
+        settings = set()
+        for row in tuning:
+            if row["panel"].startswith(f"{axes.get_title()} ") and "failed" not in row:
+                settings.add((row["arm"], re.sub(r"stories/\d+|--seed \d+", "", row["command"])))
+        assert len(faint) == len(settings)
 
 
 def test_the_picture_of_the_loop_is_what_its_script_writes(tmp_path, monkeypatch):

@@ -157,6 +157,7 @@ def compared(rows: list[dict], name: str, line: dict) -> list[np.ndarray]:
 
 
 HOLM = {"clipping": 0, "parity": 0, "dpo": 4, "stale": 20, "instances": 2, "tasks": 4, "stories": 6}
+HOLM["baselines"] = 3  # of its seven tests
 
 
 @pytest.mark.parametrize("name", HOLM)
@@ -171,9 +172,9 @@ def test_a_studys_tests_are_those_of_scipy(name):
             assert line["difference"] == pytest.approx(lowest[0] - lowest[1])
         elif "nats" not in line["metric"]:
             check(line, first, second, test)
-            if name in ("tasks", "stories"):
+            if name in ("tasks", "stories", "baselines"):
                 assert line["p_signed_rank"] == pytest.approx(stats.wilcoxon(first - second).pvalue)
-            if name in (*UNPAIRED, "stories"):
+            if name in (*UNPAIRED, "stories", "baselines"):
                 sides = [test(first - end, second, alternative=side).pvalue for end, side in SIDES]
                 assert line["p_equivalent"] == pytest.approx(max(sides))
     check_holm(lines, HOLM[name])
@@ -239,13 +240,14 @@ def as_planned(command: str) -> str:
     script started with the same settings, also with --model.
     """
     preparation, separator, line = command.rpartition("&& ")
-    line = line.replace("--sync none", "--k 0").replace(" --max-grad-norm 1", "")
+    line = line.replace("--sync none", "--k 0")
     for flags, variant in FORMER.items():
         line = re.sub(rf"(\w+_humanline)\.py (.*) {flags}", rf"paper/variants.py {variant} \1 \2", line)
     line = re.sub(r"variants\.py (\S+) --", r"variants.py \1 grpo_math_humanline --", line)
-    if "--model " in line:
-        script = re.search(r"(\w+)_humanline", line)[1]
-        line = re.sub(r"--seed \d+", rf"\g<0> {trials.COMMON[script]}", line)
+    common = trials.COMMON[re.search(r"(\w+)_humanline", line)[1]] if "--model " in line else ""
+    if not common or not re.search(rf"--seed \d+ {common}", line):
+        line = line.replace(" --max-grad-norm 1", "")
+        line = re.sub(r"--seed \d+", rf"\g<0> {common}".rstrip(), line)
     return preparation + separator + line
 
 
