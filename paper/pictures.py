@@ -396,16 +396,16 @@ def draw_stories(rows: list[dict]):
     return figure
 
 
-FRONTIER_MARKS = {
-    "offline, ε 0.15": ("<", "#E69F00"),
-    "offline, paper's ε and β": ("v", "#E69F00"),
-    "offline": ("o", "#0072B2"),
-    "offline, no clip, tuned β": ("^", "#0072B2"),
-    "no reference": ("X", "#CC79A7"),
-    "humanline, paper's ε and β": ("P", "#D55E00"),
-    "offline + humanline": ("s", "#D55E00"),
-    "humanline, tuned β": ("*", "#D55E00"),
-    "online": ("D", "#009E73"),
+FRONTIER_MARKS = {  # {arm: its label, mark and colour}
+    "offline, ε 0.15": ("offline, humanline's ε and β", "<", "#E69F00"),
+    "offline, paper's ε and β": ("offline, paper's ε and β", "v", "#E69F00"),
+    "offline": ("offline, tuned (GRPO: but for β)", "o", "#0072B2"),
+    "offline, no clip, tuned β": ("offline, tuned with β", "^", "#0072B2"),
+    "no reference": ("offline, no reference", "X", "#CC79A7"),
+    "humanline, paper's ε and β": ("humanline, paper's ε and β, k = 1", "P", "#D55E00"),
+    "offline + humanline": ("humanline, tuned (GRPO: but for β)", "s", "#D55E00"),
+    "humanline, tuned β": ("humanline, tuned with β", "*", "#D55E00"),
+    "online": ("online, tuned", "D", "#009E73"),
 }
 
 
@@ -413,7 +413,7 @@ def draw_frontier(rows: list[dict]):
     """Draws the judge's score against KL at the ends of runs: the arms' means, and faint those of tuning."""
     figure, axes = plt.subplots(1, 3, figsize=(11, 4.6), layout="constrained", sharey=True)
     for ax, script in zip(axes, ("GRPO", "KTO", "DPO")):
-        for arm, (marker, color) in FRONTIER_MARKS.items():
+        for arm, (label, marker, color) in FRONTIER_MARKS.items():
             settings = {}  # {command without draw and seed: runs}
             for row in select(rows, arm=arm, failed=None):
                 if row["panel"].startswith(f"{script} "):
@@ -425,14 +425,14 @@ def draw_frontier(rows: list[dict]):
                     ax.plot(kls.mean(), scores.mean(), marker, color=color, alpha=0.25, markersize=5)
                     continue
                 error = {"xerr": curves.interval(kls), "yerr": curves.interval(scores)}
-                style = dict(color=color, label=arm, capsize=2, markersize=8, markeredgecolor="black")
+                style = dict(color=color, label=label, capsize=2, markersize=8, markeredgecolor="black")
                 ax.errorbar(kls.mean(), scores.mean(), fmt=marker, **error, **style)
         ax.set(title=script, xlabel="KL from the initial policy at the end, nats", xscale="log")
         ax.grid(alpha=0.3)
     axes[0].set_ylabel("judge: VADER's sentiment, mean over sentences")
     handles, labels = axes[0].get_legend_handles_labels()  # GRPO has all arms
-    figure.legend(handles, labels, loc="outside upper center", ncols=5, fontsize=8)
-    meaning = "mark with bars: mean of twelve draws, 95% interval; faint: a tuned setting, mean of two draws"
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=8)
+    meaning = "mark with bars: mean of twelve draws, 95% interval; faint: a setting tried on two draws, mean"
     figure.supxlabel(meaning, fontsize=7)
     return figure
 
