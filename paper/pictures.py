@@ -403,6 +403,7 @@ FRONTIER_MARKS = {  # {arm: its label, mark and colour}
     "offline, no clip, tuned β": ("offline, tuned with β", "^", "#0072B2"),
     "no reference": ("offline, no reference", "X", "#CC79A7"),
     "humanline, paper's ε and β": ("humanline, paper's ε and β, k = 1", "P", "#D55E00"),
+    "humanline, paper's β, k = 1's rate": ("the same, DPO's rate tuned for k = 1", "p", "#D55E00"),
     "offline + humanline": ("humanline, tuned (GRPO: but for β)", "s", "#D55E00"),
     "humanline, tuned β": ("humanline, tuned with β", "*", "#D55E00"),
     "online": ("online, tuned", "D", "#009E73"),
