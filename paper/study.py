@@ -510,7 +510,8 @@ for script, (humanline_lr, offline_lr) in TUNED_RATES.items():
     offline = "--no-humanline --epsilon 0.5" if script == "grpo" else "--no-humanline"
     BASELINE_ARMS += arms(panel, script, (humanline_lr,), {PAPERS_HUMANLINE: "--k 1"}, FAST)
     BASELINE_ARMS += arms(panel, script, (offline_lr,), {PAPERS_OFFLINE: offline}, FAST)
-# The rate of DPO's humanline arm was tuned with k = 16. In the tuning of `stories`, 1e-4 was the best for k = 1.
+# The rate of DPO's humanline arm was tuned with k = 16. In the tuning of `stories`, 1e-4 was the best for
+# k = 1.
 BASELINE_ARMS += arms("DPO", "dpo", (1e-4,), {OWN_RATE: "--k 1"}, FAST)
 TUNED_BASELINES = [
     *arms("GRPO", "grpo", BASELINE_LRS, {HUMANLINE_BETA: "--k 1"}, FAST, BASELINE_BETAS),
