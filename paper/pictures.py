@@ -403,7 +403,7 @@ FRONTIER_MARKS = {  # {arm: its label, mark and colour}
     "offline, no clip, tuned β": ("offline, tuned with β", "^", "#0072B2"),
     "no reference": ("offline, no reference", "X", "#CC79A7"),
     "humanline, paper's ε and β": ("humanline, paper's ε and β, k = 1", "P", "#D55E00"),
-    "humanline, paper's β, k = 1's rate": ("the same, DPO's rate tuned for k = 1", "p", "#D55E00"),
+    "humanline, paper's β, k = 1's rate": ("humanline, paper's β, DPO's rate for k = 1", "p", "#D55E00"),
     "offline + humanline": ("humanline, tuned (GRPO: but for β)", "s", "#D55E00"),
     "humanline, tuned β": ("humanline, tuned with β", "*", "#D55E00"),
     "online": ("online, tuned", "D", "#009E73"),
@@ -431,8 +431,10 @@ def draw_frontier(rows: list[dict]):
         ax.set(title=script, xlabel="KL from the initial policy at the end, nats", xscale="log")
         ax.grid(alpha=0.3)
     axes[0].set_ylabel("judge: VADER's sentiment, mean over sentences")
-    handles, labels = axes[0].get_legend_handles_labels()  # GRPO has all arms
-    figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=8)
+    handles = {}  # {label: handle}; no panel has all arms
+    for ax in axes:
+        handles |= dict(zip(*reversed(ax.get_legend_handles_labels())))
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=3, fontsize=8)
     meaning = "mark with bars: mean of twelve draws, 95% interval; faint: a setting tried on two draws, mean"
     figure.supxlabel(meaning, fontsize=7)
     return figure

@@ -88,7 +88,11 @@ def test_baselines_are_a_mark_for_the_mean_end_of_every_arm_and_a_faint_one_for_
     tuning = []
     for name in ("stories", "baselines"):
         tuning += pictures.select(pictures.read(pictures.RESULTS, name), phase="tuning")
-    for axes in axes_of("baselines"):
+    drawn = axes_of("baselines")
+    (legend,) = drawn[0].figure.legends
+    labels = {pictures.FRONTIER_MARKS[row["arm"]][0] for row in rows}
+    assert {text.get_text() for text in legend.get_texts()} == labels
+    for axes in drawn:
         of_script = [row for row in rows if row["panel"].startswith(f"{axes.get_title()} ")]
         arms = {pictures.FRONTIER_MARKS[row["arm"]][0]: row["arm"] for row in of_script}
         assert {container.get_label() for container in axes.containers} == {*arms}
@@ -98,11 +102,14 @@ def test_baselines_are_a_mark_for_the_mean_end_of_every_arm_and_a_faint_one_for_
             for found, name in zip(mark.get_data(), ("kl", "judge")):
                 assert found[0] == pytest.approx(np.mean([row[name] for row in of_arm]))
         faint = [line for line in axes.get_lines() if line.get_alpha() == 0.25]
-        settings = set()
+        settings = {}
         for row in tuning:
             if row["panel"].startswith(f"{axes.get_title()} ") and "failed" not in row:
-                settings.add((row["arm"], re.sub(r"stories/\d+|--seed \d+", "", row["command"])))
-        assert len(faint) == len(settings)
+                setting = (row["arm"], re.sub(r"stories/\d+|--seed \d+", "", row["command"]))
+                settings.setdefault(setting, []).append((row["kl"], row["judge"]))
+        means = sorted(tuple(np.mean(ends, axis=0)) for ends in settings.values())
+        drawn_means = sorted((line.get_xdata()[0], line.get_ydata()[0]) for line in faint)
+        np.testing.assert_allclose(drawn_means, means)
 
 
 def test_the_picture_of_the_loop_is_what_its_script_writes(tmp_path, monkeypatch):
