@@ -41,7 +41,7 @@ COLLAPSED = r"error: (.*(?:no prompt's rewards differ|the batch has one prompt|l
 INSTANCES = (1, 2, 3, 4, 5)  # seeds of toy/make.py: the tales' task with another judge and other data
 TASKS = range(11, 31)  # further seeds, for one study
 # Kinds of problems of toy/sums.py: the first for tuning, the others for the report.
-KINDS = ("plus", "plus_small", "plus_apart", "plus_large", "minus", "plus_tens", "double")
+KINDS = ("plus", "plus_small", "plus_large", "minus", "plus_tens", "times")
 STORIES = (1, 2, *range(11, 23))  # seeds of the stories' task: two for tuning, twelve for the report
 # --model starts with Table 3's settings, which differ between variants. All arms of a study have these
 # instead.

@@ -48,12 +48,12 @@ def test_the_arms_of_a_panel_differ_only_in_what_the_plan_is_about(name):
         if plan.instances and arm.panel.split()[1] != first_instance:
             continue  # the other instances only differ in their folder
         choices = [settings(arm, f"{option} {plan.data[1]}") for option in arm.options]
-        panels.setdefault((arm.panel, arm.script), []).append(choices)
+        panels.setdefault((arm.panel, arm.script), []).append((arm.lrs, choices))
     assert len({panel for panel, _ in panels}) == len(panels)
     for arms in panels.values():
-        first = arms[0][0]
-        for place, choices in enumerate(arms):
-            assert choices not in arms[:place], "two arms are the same run"
+        _, (first, *_) = arms[0]
+        for place, (lrs, choices) in enumerate(arms):
+            assert (lrs, choices) not in arms[:place], "two arms are the same run"
             for other in choices:
                 assert {key for key in first if first[key] != other[key]} <= {*about}
 
