@@ -541,12 +541,12 @@ SUMS_ARMS = [
 def of_sums(arm: Arm, kind: str, part: str) -> Arm:
     """Returns an arm on a kind of problems (toy/sums.py), evaluated on a part of them: tuning or held_out."""
     folder = f"runs/sums/{kind}"
-    samples = 8 if part == "tuning" else 4
+    samples = 4 if part == "tuning" else 2
     flags = (
         f"--model runs/smollm2 --dtype bfloat16 --system-prompt '' "
         f"--chat-template {folder}/one_example.jinja "
         f"--dataset {folder}/train.jsonl --eval-dataset {folder}/{part}.jsonl --eval-samples 64 "
-        f"--eval-samples-per-problem {samples} --eval-every 8 --num-steps 32 --prompts-per-step 4 --beta 0 "
+        f"--eval-samples-per-problem {samples} --eval-every 16 --num-steps 32 --prompts-per-step 4 --beta 0 "
         "--temperature 1.0 --max-prompt-length 60 --max-new-tokens 18 --max-length 80 "
         f"--generation-batch-size 64 {arm.flags}"
     )
