@@ -147,8 +147,8 @@ def run_all(lines: list[str], at: str):
         lines = list(dict.fromkeys(lines))
         left = [line for line in lines if not (folder_of(line, at) / "end.json").exists()]
         try:
-            data = {part for line in left for part in line.split(" && ")[:-1]}  # the same data once
-            list(pool.map(lambda part: prepare(part, at), data))
+            needed = {line for path, line in PREPARE.items() if any(path in run for run in left)}
+            list(pool.map(lambda line: prepare(line, at), needed))
             ended = pool.map(lambda line: start(line, folder_of(line, at)), left)
             list(tqdm(ended, initial=len(lines) - len(left), total=len(lines), unit="run"))
         finally:

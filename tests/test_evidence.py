@@ -285,7 +285,7 @@ def test_what_is_said_of_the_tuning_and_the_draws_of_baselines_follows_from_the_
     words = f"differ by up to {again.abs().max():.3f} on a draw, and by {abs(again.mean()):.3f} in the mean"
     assert words in in_words(STUDIES)
     own = table[table.arm == study.OWN_RATE].judge.mean()
-    assert f"At a lower rate it has {own:.2f}." in in_words(README)
+    assert f"At a lower rate, 1e-4, it has {own:.2f}." in in_words(README)
     dpo = ends_of_dpo()
     words = f"this pair had {dpo['k 1', 3e-4]:.3f}, and k = 1 had {dpo['k 1', 1e-4]:.3f} at 1e-4"
     assert words in in_words(STUDIES)
