@@ -651,7 +651,7 @@ STUDIES = {
     "sums": Plan(
         [of_sums(arm, kind, "held_out") for arm in SUMS_ARMS for kind in KINDS[1:]],
         metrics=("late", "eval/accuracy", "eval/finished"),
-        seeds=range(21, 22),
+        seeds=range(21, 23),
         tuned=[of_sums(arm, kind, "tuning") for kind in KINDS[:1] for arm in SUMS_ARMS],
         test=sums_test,
         before_seeds=(21,),
