@@ -25,7 +25,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from paper import curves  # noqa: E402
+from paper import curves, study  # noqa: E402
 
 RESULTS = ROOT / "paper" / "results"
 UNITS = {
@@ -79,7 +79,7 @@ def figures_of(name: str, folder: Path) -> dict:
     if name == "baselines":
         return {name: draw_frontier(read(folder, "stories") + read(folder, name))}
     if name == "sums":
-        return {name: draw_curves(rows, lines, over="kinds")}
+        return {name: draw_curves(study.over_seeds(rows), lines, over="kinds")}
     tests = []
     if (folder / f"{name}_tests.csv").exists():
         tests = read(folder, f"{name}_tests")

@@ -7,6 +7,7 @@ prompt, and it has its own tests. A collapsed run of a study has the score of th
 
 from collections.abc import Callable
 from itertools import pairwise, product
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -184,9 +185,27 @@ def worst_quarters(panel: str, first: str, second: str, scores: tuple, draws: in
     return line | {"metric": "judge, worst quarter"}
 
 
+def over_seeds(rows: list[dict]) -> list[dict]:
+    """Returns a row for each arm of a panel. Numbers that all of its seeds have become their means.
+
+    The other columns are those of a collapsed seed, if there is one.
+    """
+    seeds_of = {}  # {(panel, arm): rows}
+    for row in rows:
+        seeds_of.setdefault((row["panel"], row["arm"]), []).append(row)
+    made = []
+    for seeds in seeds_of.values():
+        means = {}
+        for key, value in seeds[0].items():
+            if isinstance(value, float) and all(key in row for row in seeds):
+                means[key] = fmean(row[key] for row in seeds)
+        made.append(max(seeds, key=lambda row: bool(row.get("failed"))) | means)
+    return made
+
+
 def over_instances(rows: list[dict]) -> list[dict]:
-    """Returns the rows with the instance removed from the panel: "GRPO 11" becomes "GRPO"."""
-    return [row | {"panel": row["panel"].split()[0]} for row in rows]
+    """Returns a row for each arm and instance, without the instance's name: "GRPO 11" becomes "GRPO"."""
+    return [row | {"panel": row["panel"].split()[0]} for row in over_seeds(rows)]
 
 
 def both_tests(rows: list[dict], panel: str, first: str, second: str) -> list[dict]:
@@ -283,7 +302,7 @@ def baselines_test(rows: list[dict]) -> list[dict]:
 
 
 def sums_test(rows: list[dict]) -> list[dict]:
-    """Compares the arms of `sums`, paired by kind of problems, with Holm's correction over three lines.
+    """Compares the arms of `sums`, paired by kind of problems (means over seeds), with Holm's correction.
 
     If p_equivalent is below 0.05, the difference is within ±MARGIN.
     """

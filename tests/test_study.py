@@ -85,6 +85,17 @@ def test_tuning_and_report_share_no_prompt_and_no_problem(tmp_path):
         assert tuning and report and not tuning & report
 
 
+def test_the_seeds_of_an_instance_are_one_row_with_their_means():
+    """A collapsed seed, which has the untrained score, is told by the row's other columns."""
+    first = {"panel": "sums plus", "arm": "online", "seed": 21, "late": 0.5, "clipped": 0.1, "failed": ""}
+    second = {"panel": "sums plus", "arm": "online", "seed": 22, "late": 0.25, "failed": "diverged"}
+    other = {"panel": "sums minus", "arm": "online", "seed": 21, "late": 1.0, "failed": ""}
+    rows = study.over_instances([first, second, other])
+    assert rows == [second | {"panel": "sums", "late": 0.375}, other | {"panel": "sums"}]
+    scores = study.values(rows, "sums", "online", "late")
+    assert list(scores) == [0.375, 1.0]  # two kinds, not three runs
+
+
 UNPAIRED = ("parity", "dpo", "stale")
 WELCH = partial(stats.ttest_ind, equal_var=False)
 SIDES = ((-study.MARGIN, "greater"), (study.MARGIN, "less"))  # the two tests of equivalence
