@@ -50,6 +50,7 @@ def numbers_of(name: str) -> tuple[list[float], list[tuple]]:
     if (pictures.RESULTS / f"{name}_tests.csv").exists():
         lines += pictures.read(pictures.RESULTS, f"{name}_tests")
     known = tuning_means(name) if name != "time" else []
+    known += of_kinds() if name == "sums" else []
     for line in lines:
         known += [value for value in line.values() if isinstance(value, float)]
     return known, halves
@@ -57,11 +58,20 @@ def numbers_of(name: str) -> tuple[list[float], list[tuple]]:
 
 def tuning_means(name: str) -> list[float]:
     """Of every choice of an arm, over the seeds and tasks of the tuning."""
+    metric = "late" if name == "sums" else "judge"
     scores = {}
     for row in pictures.select(pictures.read(pictures.RESULTS, name), phase="tuning"):
         choice = re.sub(r"--seed \d+|--out \S+|(instances|stories)/\d+", "", row["command"])
-        scores.setdefault((row["arm"], choice), []).append(row.get("judge", np.nan))
+        scores.setdefault((row["arm"], choice), []).append(row.get(metric, np.nan))
     return [np.mean(of_choice) for of_choice in scores.values()]
+
+
+def of_kinds() -> list[float]:
+    """Of sums: the accuracies of every arm on a kind, over its seeds, and over the kinds."""
+    table = pd.DataFrame(reported("sums"))
+    metrics = ["late", "eval/accuracy@16", "eval/accuracy@32"]
+    means = table.groupby(["panel", "arm"])[metrics].mean()
+    return [*means.to_numpy().ravel(), *means.groupby("arm").mean().to_numpy().ravel()]
 
 
 def of_times() -> list[float]:
@@ -121,7 +131,7 @@ def differences() -> list[tuple]:
 
 
 def across_studies() -> list[dict]:
-    """What was compared after the runs between arms of stories and of baselines, paired by draw."""
+    """What was compared after the runs: stories and baselines, paired by draw; sums, paired by kind."""
     rows = study.over_instances(reported("stories") + reported("baselines"))
     pairs = [
         ("DPO", "offline + humanline", study.PAPERS_OFFLINE),
@@ -129,7 +139,12 @@ def across_studies() -> list[dict]:
         ("GRPO", study.TUNED_BETA, "offline"),
         ("GRPO", "online", study.TUNED_BETA),
     ]
-    return [study.on_a_par(rows, *pair) for pair in pairs]
+    lines = [study.on_a_par(rows, *pair) for pair in pairs]
+    rows = study.over_instances(reported("sums"))
+    lines.append(study.on_a_par(rows, "sums", "online", "ε 0.2", "late"))
+    for step in (16, 32):
+        lines.append(study.on_a_par(rows, "sums", "humanline", "ε 0.2", f"eval/accuracy@{step}"))
+    return lines
 
 
 def is_among(words: tuple, known: list[tuple]) -> bool:
@@ -247,6 +262,16 @@ def test_the_readmes_table_has_the_mean_scores_and_distances_of_both_studies():
             score, kl = means.loc[script, arm]
             cells.append(f"{score:.2f} ({kl:.0f})" if kl >= 1 else f"{score:.2f} ({kl:.1f})")
         assert f"| {script} | {' | '.join(cells)} |" in README
+
+
+def test_the_readmes_row_of_sums_has_the_mean_accuracies_of_the_study():
+    table = pd.DataFrame(study.over_instances(reported("sums")))
+    means = table.groupby("arm").late.mean()
+    (before,) = pictures.select(
+        pictures.read(pictures.RESULTS, "sums_arms"), panel="sums", arm="untrained", metric="late"
+    )
+    shown = [before["mean"], *means[["ε 0.2", "no clip", "humanline", "online"]]]
+    assert f"| {' | '.join(f'{mean:.2f}' for mean in shown)} |" in README
 
 
 def tuned(arm: str) -> dict[tuple, float]:

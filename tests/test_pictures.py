@@ -8,7 +8,7 @@ from test_study import reported
 
 from paper import loop, pictures
 
-OTHERS = ("figure8", "time", "instances", "tasks", "stories", "baselines")  # these have their own tests
+OTHERS = ("figure8", "time", "instances", "tasks", "stories", "baselines", "sums")  # these have their own tests
 NAMES = sorted(path.stem.removesuffix("_arms") for path in pictures.RESULTS.glob("*_arms.csv"))
 
 
@@ -110,6 +110,20 @@ def test_baselines_are_a_mark_for_the_mean_end_of_every_arm_and_a_faint_one_for_
         means = sorted(tuple(np.mean(ends, axis=0)) for ends in settings.values())
         drawn_means = sorted((line.get_xdata()[0], line.get_ydata()[0]) for line in faint)
         np.testing.assert_allclose(drawn_means, means)
+
+
+def test_the_curves_of_sums_are_the_means_of_kinds_from_the_untrained_model_on(axes_of):
+    rows = reported("sums")
+    lines = pictures.select(pictures.read(pictures.RESULTS, "sums_arms"), metric="eval/accuracy")
+    before = {line["panel"]: line["mean"] for line in pictures.select(lines, arm="untrained")}
+    (axes,) = axes_of("sums")
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    assert [line.get_label() for line in axes.get_lines()] == [f"{arm} (5 kinds)" for arm in arms]
+    for arm, line in zip(arms, axes.get_lines()):
+        of_arm = pictures.select(rows, arm=arm)
+        means = [np.mean([before[row["panel"]] for row in of_arm])]
+        means += [np.mean([row[f"eval/accuracy@{step}"] for row in of_arm]) for step in (16, 32)]
+        np.testing.assert_allclose(line.get_data(), ([0, 16, 32], means))
 
 
 def test_the_picture_of_the_loop_is_what_its_script_writes(tmp_path, monkeypatch):

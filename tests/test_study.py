@@ -109,11 +109,11 @@ def scores_of(rows: list[dict], panel: str, arm: str, metric: str = "judge") -> 
     return np.array([row[metric] for row in pictures.select(rows, panel=panel, arm=arm) if metric in row])
 
 
-def by_task(rows: list[dict], script: str, arm: str) -> np.ndarray:
+def by_task(rows: list[dict], script: str, arm: str, metric: str = "judge") -> np.ndarray:
     """Returns the mean over seeds of an arm for each task of a script."""
     arm_rows = [row for row in rows if row["arm"] == arm and row["panel"].startswith(f"{script} ")]
     panels = dict.fromkeys(row["panel"] for row in arm_rows)
-    return np.array([scores_of(arm_rows, panel, arm).mean() for panel in panels])
+    return np.array([scores_of(arm_rows, panel, arm, metric).mean() for panel in panels])
 
 
 def check(line: dict, first: np.ndarray, second: np.ndarray, test=stats.ttest_rel):
@@ -164,11 +164,12 @@ def compared(rows: list[dict], name: str, line: dict) -> list[np.ndarray]:
         return [(scores_of(rows, "lr 2e-3", arm) + scores_of(rows, "lr 4e-3", arm)) / 2 for arm in arms]
     if name in UNPAIRED:
         return [scores_of(rows, line["panel"], arm, line["metric"]) for arm in arms]
-    return [by_task(rows, line["panel"], arm) for arm in arms]
+    metric = "late" if name == "sums" else "judge"
+    return [by_task(rows, line["panel"], arm, metric) for arm in arms]
 
 
 HOLM = {"clipping": 0, "parity": 0, "dpo": 4, "stale": 20, "instances": 2, "tasks": 4, "stories": 6}
-HOLM["baselines"] = 3  # of its eight tests
+HOLM |= {"baselines": 3, "sums": 3}  # of eight tests, and of three
 
 
 @pytest.mark.parametrize("name", HOLM)
@@ -183,9 +184,9 @@ def test_a_studys_tests_are_those_of_scipy(name):
             assert line["difference"] == pytest.approx(lowest[0] - lowest[1])
         elif "nats" not in line["metric"]:
             check(line, first, second, test)
-            if name in ("tasks", "stories", "baselines"):
+            if name in ("tasks", "stories", "baselines", "sums"):
                 assert line["p_signed_rank"] == pytest.approx(stats.wilcoxon(first - second).pvalue)
-            if name in (*UNPAIRED, "stories", "baselines"):
+            if name in (*UNPAIRED, "stories", "baselines", "sums"):
                 sides = [test(first - end, second, alternative=side).pvalue for end, side in SIDES]
                 assert line["p_equivalent"] == pytest.approx(max(sides))
     check_holm(lines, HOLM[name])
