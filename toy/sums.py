@@ -3,9 +3,9 @@
     python toy/make.py --tasks sums                          # toy/sums: a + b of 10 to 49, as committed
     python toy/sums.py runs/sums/data --kind minus --tuning 32  # another kind, in three parts
 
-Every pair of numbers stands in one of the files only, in both orders. The chat template one_example.jinja is
-SmolLM2's, without its system message, and with one solved problem before each problem: without an example,
-the model answers in many different ways.
+Every pair of numbers stands in one of the files only. In an addition of the training file it stands in both
+orders. The chat template one_example.jinja is SmolLM2's, without its system message, and with one solved
+problem before each problem: without an example, the model answers in many different ways.
 """
 
 import itertools
