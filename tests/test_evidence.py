@@ -1,6 +1,7 @@
 """docs/replication.md and paper/studies.md: every number of our results follows from the csvs."""
 
 import re
+from itertools import combinations
 
 import numpy as np
 import pandas as pd
@@ -141,9 +142,9 @@ def across_studies() -> list[dict]:
     ]
     lines = [study.on_a_par(rows, *pair) for pair in pairs]
     rows = study.over_instances(reported("sums"))
-    lines.append(study.on_a_par(rows, "sums", "online", "ε 0.2", "late"))
-    for step in (16, 32):
-        lines.append(study.on_a_par(rows, "sums", "humanline", "ε 0.2", f"eval/accuracy@{step}"))
+    arms = ("online", "humanline", "no clip", "ε 0.2")
+    for metric in ("late", "eval/accuracy@16", "eval/accuracy@32"):
+        lines += [study.on_a_par(rows, "sums", *pair, metric) for pair in combinations(arms, 2)]
     return lines
 
 

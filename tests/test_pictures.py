@@ -8,7 +8,8 @@ from test_study import reported
 
 from paper import loop, pictures
 
-OTHERS = ("figure8", "time", "instances", "tasks", "stories", "baselines", "sums")  # these have their own tests
+# These have their own tests.
+OTHERS = ("figure8", "time", "instances", "tasks", "stories", "baselines", "sums")
 NAMES = sorted(path.stem.removesuffix("_arms") for path in pictures.RESULTS.glob("*_arms.csv"))
 
 
