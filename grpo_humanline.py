@@ -11,7 +11,8 @@ To change the method, edit `grpo_loss` or `group_advantages`. To read other data
 Differences from equation 1, as in C.1.4:
     - The loss is the mean over all completion tokens of the global batch. Equation 1 first takes the mean of
       each completion.
-    - The KL penalty uses the same reference as the ratio. Equation 1 uses a fixed policy.
+    - There is no π_old: the reference is the denominator of the ratio and the target of the KL penalty. For
+      the penalty, equation 1 uses a fixed policy.
 Differences from the paper and the authors' code (docs/grpo.md):
     - Advantages divide by the population's std alone. The authors' code adds 0.01 to the std.
     - In a group of more than 2 completions, if all rewards differ by less than τ, they count as equal.
@@ -36,8 +37,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-import run
 import utils
+from support import data, run, sampling
 
 
 # === Args ===
@@ -45,12 +46,13 @@ import utils
 class Args:
     # algorithm
     beta: float = 0.01  # weight of the KL penalty (Table 3)
-    epsilon: float = 0.15  # the ratio is clipped to 1 ± ε (--model: see PAPER; toy: see TOY)
+    epsilon: float = 0.15  # the ratio is clipped to 1 ± ε (Table 3; other variants: PAPER)
     # Completions per group (G). 2: a pair, or the best and the worst of several completions (C.1.4); larger:
     # all completions of a row, or all samples of a prompt.
     group_size: int = 2
     # humanline
-    # --no-humanline: no humanline clipping (ε still clips), and syncs only when an online round starts.
+    # --no-humanline: no humanline clipping (ε still clips), and syncs only when an online round starts. With
+    # --model, the settings that PAPER names change too.
     humanline: bool = True
     # Optimizer steps between syncs of the reference (paper: 1); 0: syncs only when an online round starts.
     k: int = 1
@@ -60,11 +62,11 @@ class Args:
     num_steps: int = 312  # optimizer steps: 20K sequences in batches of 64 (Table 1)
     batch_size: int = 64  # sequences per optimizer step, over all ranks (Table 1); a pair is two
     micro_batch_tokens: int = 8192  # maximum tokens per micro-batch and rank; 0: unlimited
-    lr: float = 5e-6  # AdamW's learning rate after warmup (--model: see PAPER; toy: see TOY)
+    lr: float = 5e-6  # AdamW's learning rate after warmup (Table 3; other variants: PAPER)
     warmup_fraction: float = 0.1  # fraction of the steps with linear warmup (Table 1)
     weight_decay: float = 1e-2  # AdamW's weight decay (Table 1)
     adam_eps: float = 1e-5  # AdamW's ε (Table 1)
-    max_grad_norm: float = 1.0  # maximum global gradient norm (--model: see PAPER; toy: see TOY)
+    max_grad_norm: float = 1.0  # maximum global gradient norm (Table 3; other variants: PAPER)
     # data
     # Pairs, scored groups, or prompts for --online: a file or a Hub name (formats: docs/grpo.md).
     dataset: str = ""
@@ -115,14 +117,8 @@ class Args:
     eval_samples: int = 256  # held-out rows whose prompts are sampled, from the first on; 0: none
 
 
-# Settings of the paper's four variants (Table 3), by (online, humanline). With --model they replace the
-# defaults above.
-PAPER = {
-    (False, False): dict(lr=5e-6, max_grad_norm=1.0, epsilon=0.5),
-    (False, True): dict(lr=5e-6, max_grad_norm=1.0, epsilon=0.15),
-    (True, False): dict(lr=5e-6, max_grad_norm=1.0, epsilon=0.15),
-    (True, True): dict(lr=5e-6, max_grad_norm=0.5, epsilon=0.15),
-}
+# With --model, what differs from the defaults above in the other variants of Table 3, by (online, humanline)
+PAPER = {(False, False): dict(epsilon=0.5), (True, True): dict(max_grad_norm=0.5)}
 FOLDER = Path(__file__).resolve().parent / "toy" / "tales"
 # Settings of the toy, which replace the defaults above. At this learning rate, k = 1 makes the policy worse
 # (paper/results/figure8.csv).
@@ -134,8 +130,6 @@ TOY = dict(
     dtype="float64",  # results agree to 1e-5 for any number of ranks and micro-batches
     num_steps=320,
     lr=3e-4,
-    max_grad_norm=1.0,
-    epsilon=0.15,
     k=32,
     max_new_tokens=64,
     generation_batch_size=256,
@@ -154,41 +148,34 @@ def grpo_loss(clipped_log_ratio, log_ratio, advantages, beta: float, epsilon: fl
 
     Args:
         clipped_log_ratio: (B, T) token log π_θ/π_ref in nats, after humanline clipping. It gives the ratio.
-        log_ratio: (B, T), without clipping (C.2). It gives k3 = π_ref/π_θ + log π_θ/π_ref - 1, an estimate of
-            the KL divergence.
+        log_ratio: (B, T), without clipping (C.2). It gives the KL penalty.
         advantages: (B,), A of each sequence.
 
     Returns:
-        The losses of the tokens, the ratios, k3, and whether the clip to 1 ± ε stops the gradient of the
-        token's min(...), (B, T) each. All but the losses are detached.
+        The losses of the tokens, (B, T).
     """
     A = advantages.unsqueeze(-1)  # (B, 1)
     ratio = clipped_log_ratio.exp()  # (B, T)
-    k3 = torch.expm1(-log_ratio) + log_ratio  # (B, T); exp(-x) - 1 would lose its digits near 0
-    losses = beta * k3 - torch.minimum(A * ratio, A * ratio.clamp(1 - epsilon, 1 + epsilon))
-    removed_above = (A > 0) & (ratio > 1 + epsilon)
-    removed_below = (A < 0) & (ratio < 1 - epsilon)
-    return losses, ratio.detach(), k3.detach(), removed_above | removed_below
+    return beta * k3(log_ratio) - torch.minimum(A * ratio, A * ratio.clamp(1 - epsilon, 1 + epsilon))
+
+
+def k3(log_ratio):
+    """Estimates the KL divergence by π_ref/π_θ + log π_θ/π_ref - 1 (k3 of joschu.net/blog/kl-approx.html)."""
+    return torch.expm1(-log_ratio) + log_ratio  # exp(-x) - 1 would lose its digits near 0
 
 
 def group_advantages(rewards):
     """Computes equation 1's advantages within each group, (R - mean) / std, with the population's std.
 
-    rewards: (groups, G).
+    In a group of equal rewards they are 0. For Dr. GRPO, return `centered`, and divide the losses in `main`
+    by a constant instead of `completion_tokens`.
 
-    Returns:
-        The advantages (groups, G). They are 0 in a group of equal rewards. In a group of more than 2,
-        `make_group` has made all rewards equal if they differ by less than τ.
+    rewards: (groups, G).
     """
-    lowest = rewards.amin(1, keepdim=True)
-    spread = rewards.amax(1, keepdim=True) - lowest  # (groups, 1)
-    # Rewards are first moved and scaled to 0 ... 1. This changes advantages only by rounding: those of two
-    # completions become exactly 1 and -1. For Dr. GRPO, which does not divide by the std, return
-    # `rewards - rewards.mean(1, keepdim=True)`.
-    scaled = (rewards - lowest) / spread
-    std = scaled.std(1, correction=0, keepdim=True)
-    advantages = (scaled - scaled.mean(1, keepdim=True)) / std
-    return torch.where(spread > 0, advantages, 0.0)  # equal rewards give 0 / 0, which is nan
+    centered = rewards - rewards.mean(1, keepdim=True)
+    std = rewards.std(1, correction=0, keepdim=True)  # (groups, 1)
+    spread = rewards.amax(1, keepdim=True) - rewards.amin(1, keepdim=True)
+    return torch.where(spread == 0, 0.0, centered / std)
 
 
 def clip_log_ratio(args, log_ratio):
@@ -214,15 +201,15 @@ def main(args: Args):
     rank, world, device = run.setup(args, args.batch_size, SCORE)  # also replaces --dtype auto in args
 
     # The data is read before the models, so that errors in it appear before minutes of loading.
-    tokenizer, eos_ids = utils.load_tokenizer(args)
+    tokenizer, eos_ids = data.load_tokenizer(args)
     groups, held_out = load_data(args, tokenizer, eos_ids)
     groups_per_step = args.batch_size // args.group_size
     data_hash = run.hash_data(groups, held_out)  # ends the run if ranks have read different data
-    longest = utils.longest_sequence(args, groups + held_out)  # tokens, in training and sampling
+    longest = data.longest_sequence(args, groups + held_out)  # tokens, in training and sampling
     policy, reference = load_models(args, device, longest)
     # For online rounds and for evaluation. It loads the reward model now, and its engine with the first
     # samples.
-    sampler = utils.Sampler(args, tokenizer, eos_ids, device, longest, SCORE)
+    sampler = sampling.Sampler(args, tokenizer, eos_ids, device, longest, SCORE)
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=args.lr,
@@ -268,32 +255,32 @@ def main(args: Args):
         rewards = torch.tensor([example.reward for example in examples], dtype=torch.float64, device=device)
         rewards = rewards.view(groups_per_step, args.group_size)  # (groups, G)
         advantages = group_advantages(rewards)  # (groups, G)
-        run.check_shape("group_advantages", advantages, rewards.shape)
+        utils.check_shape("group_advantages", advantages, rewards.shape)
         metrics["grpo/zero_advantage_groups"] = (rewards.amax(1) == rewards.amin(1)).double().mean().item()
 
         # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
-        # micro-batches. It also sums the gradients over ranks.
+        # micro-batches. It also sums the gradients over ranks (see `shard_model`).
         lengths = [example.length for example in examples]
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
         completion_tokens = sum(len(example.completion_ids) for example in examples)
-        means = run.Means()
+        means = utils.Means()
         for indices in micro_batches[rank::world]:
             input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
 
+            # [:, t] is log π(token t | all tokens before it), in nats, and 0 where mask is 0.
             with torch.no_grad():  # first, because the policy's activations stay in memory until backward
                 ref_logps = utils.token_logps(reference, input_ids, mask)  # (B, T)
             logps = utils.token_logps(policy, input_ids, mask)  # (B, T)
             log_ratio = logps - ref_logps  # (B, T)
             clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
+            utils.check_shape("clip_log_ratio", clipped_log_ratio, mask.shape)
             A = advantages.flatten()[indices].to(logps.dtype)  # (B,)
-            losses, ratio, k3, removed = grpo_loss(  # (B, T) each
-                clipped_log_ratio, log_ratio, A, args.beta, args.epsilon
-            )
-            run.check_shape("grpo_loss", losses, mask.shape)
+            losses = grpo_loss(clipped_log_ratio, log_ratio, A, args.beta, args.epsilon)  # (B, T)
+            utils.check_shape("grpo_loss", losses, mask.shape)
             # summed over ranks: the mean over all completion tokens of the global batch
             ((losses * mask).sum() / completion_tokens).backward()
 
-            means.add(grpo_metrics(losses, ratio, k3, removed), mask)
+            means.add(grpo_metrics(losses, clipped_log_ratio, log_ratio, A, args.epsilon), mask)
             means.add(clipping_metrics(args, log_ratio), mask)
             # Means over the sequences whose reward is above, then below, the mean of their group
             means.add({"logps/chosen": (logps * mask).sum(-1)}, A > 0)
@@ -301,7 +288,7 @@ def main(args: Args):
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
         metrics["grad_norm"] = grad_norm.full_tensor().item()  # global norm before clipping
         metrics |= means.reduce()
-        run.check_finite(metrics)
+        utils.check_finite(metrics)
 
         # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
         # takes the weights that produced this gradient, and the update then moves the policy away from them.
@@ -337,7 +324,7 @@ def main(args: Args):
 def load_data(args, tokenizer, eos_ids) -> tuple[list, list]:
     """Reads --dataset and --eval-dataset. Returns the groups of both; [] without --eval-dataset."""
     if args.batch_size % args.group_size:
-        raise run.InputError(
+        raise utils.InputError(
             f"--batch-size {args.batch_size} is not a multiple of --group-size {args.group_size}"
         )
     groups = load_groups(args, tokenizer, eos_ids, args.dataset, args.dataset_split)
@@ -345,15 +332,15 @@ def load_data(args, tokenizer, eos_ids) -> tuple[list, list]:
     if args.eval_dataset:
         held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
     if not args.online and any(len(group) != args.group_size for group in groups):
-        raise run.InputError(
+        raise utils.InputError(
             f"--dataset {args.dataset}: every row needs {args.group_size} completions (--group-size); "
             "prompts alone need --online"
         )
     if not args.online and all(group[0].reward == group[-1].reward for group in groups):
-        raise run.InputError(f"--dataset {args.dataset}: no row's scores differ; lower --reward-threshold")
+        raise utils.InputError(f"--dataset {args.dataset}: no row's scores differ; lower --reward-threshold")
     needed = args.batch_size // args.group_size
     if not args.online and len(groups) < needed:
-        raise run.InputError(
+        raise utils.InputError(
             f"--dataset {args.dataset}: {len(groups)} rows, but a step needs {needed} (--batch-size)"
         )
     return groups, held_out
@@ -363,17 +350,17 @@ def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
     """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them."""
     groups = []
     skipped = []  # [(line number, reason), ...]
-    for number, row in run.read_rows(name, split):
+    for number, row in data.read_rows(name, split):
         try:
             groups.append(encode_row(args, tokenizer, eos_ids, row))
-        except utils.SkipRow as reason:
+        except data.SkipRow as reason:
             skipped.append((number, reason))
         except Exception as error:  # an InputError, or a mistake in `encode_row`
             error.add_note(f"{name}, line {number}")
             raise
-    summary = f"{name}: {utils.summarize_groups(eos_ids, groups, skipped)}"
+    summary = f"{name}: {data.summarize_groups(eos_ids, groups, skipped)}"
     if not groups:
-        raise run.InputError(summary)
+        raise utils.InputError(summary)
     run.print_main(summary)
     return groups
 
@@ -381,9 +368,9 @@ def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
 def encode_row(args, tokenizer, eos_ids, row):
     """Returns a pair, a group of scored completions, or (prompt,). Edit it to read other columns.
 
-    Raises utils.SkipRow to skip the row, and run.InputError to end the run because the row is malformed.
+    Raises data.SkipRow to skip the row, and utils.InputError to end the run because the row is malformed.
     """
-    utils.check_row(row)  # refuses rows with a column such as "system", which no script reads
+    data.check_row(row)  # refuses rows with a column such as "system", which no script reads
     if row.get("completions"):
         return encode_scored_row(args, tokenizer, eos_ids, row)
     prompt, pair = read_pair(row)
@@ -395,13 +382,15 @@ def encode_row(args, tokenizer, eos_ids, row):
 
 def encode_scored_row(args, tokenizer, eos_ids, row):
     """Returns the group of a row {"prompt": ..., "completions": [...], "scores": [...]}."""
-    utils.require_columns(row, "prompt", "scores")
+    data.require_columns(row, "prompt", "scores")
     check_scores(row["completions"], row["scores"])
     examples = encode_group(args, tokenizer, eos_ids, row["prompt"], row["completions"])
+    if len(examples) < 2:
+        raise data.SkipRow("it has one completion, but an advantage needs two")
     scored = [example._replace(reward=score) for example, score in zip(examples, row["scores"])]
     group = make_group(args, scored)
     if not group:
-        raise utils.SkipRow("its scores are equal, or differ by less than --reward-threshold")
+        raise data.SkipRow("its scores are equal, or differ by less than --reward-threshold")
     return group
 
 
@@ -409,10 +398,10 @@ def check_scores(completions, scores):
     """Raises InputError if the completions do not have one score each, a finite number."""
     are_lists = isinstance(completions, list) and isinstance(scores, list)
     if not are_lists or len(completions) != len(scores):
-        raise run.InputError("completions and scores must be two lists of the same length")
+        raise utils.InputError("completions and scores must be two lists of the same length")
     for score in scores:
         if not isinstance(score, int | float) or not abs(score) < 1e300:  # also if it is nan
-            raise run.InputError(f"the score {score!r:.40} is not a finite number")
+            raise utils.InputError(f"the score {score!r:.40} is not a finite number")
 
 
 def read_pair(row):
@@ -432,37 +421,37 @@ def read_pair(row):
     chosen = row.get("chosen")
     rejected = row.get("rejected")
     if isinstance(chosen, list) and isinstance(rejected, list):  # forms 2 to 4
-        turns = utils.as_messages(chosen[:-1])  # the messages before the last one
-        if utils.as_messages(rejected[:-1]) != turns:
-            raise run.InputError("chosen and rejected must differ only in their last message")
+        turns = data.as_messages(chosen[:-1])  # the messages before the last one
+        if data.as_messages(rejected[:-1]) != turns:
+            raise utils.InputError("chosen and rejected must differ only in their last message")
         if turns and prompt is not None:
             texts = [message["content"] for message in turns]
             in_form_4 = prompt in texts
-            if not in_form_4 and utils.as_messages(prompt) != turns:  # nor in form 3
-                raise run.InputError("chosen and rejected do not begin with the prompt")
+            if not in_form_4 and data.as_messages(prompt) != turns:  # nor in form 3
+                raise utils.InputError("chosen and rejected do not begin with the prompt")
         prompt = turns or prompt  # form 2 has no turns
         chosen = chosen[-1:]  # now in form 2
         rejected = rejected[-1:]
     if prompt is None:
-        raise run.InputError(f"no prompt in the columns {', '.join(row)}")
+        raise utils.InputError(f"no prompt in the columns {', '.join(row)}")
     if chosen is None and rejected is None:
         return prompt, []
-    utils.require_columns(row, "chosen", "rejected")
+    data.require_columns(row, "chosen", "rejected")
     if chosen == rejected:
-        raise utils.SkipRow("chosen equals rejected")
+        raise data.SkipRow("chosen equals rejected")
     return prompt, [chosen, rejected]
 
 
 def encode_group(args, tokenizer, eos_ids, prompt, completions):
     """Returns one Example for each completion; if there are none, one Example with the prompt alone."""
-    prompt_ids, all_completion_ids = utils.encode(tokenizer, eos_ids, prompt, completions)
-    utils.check_prompt(args, prompt_ids)
+    prompt_ids, all_completion_ids = data.encode(tokenizer, eos_ids, prompt, completions)
+    data.check_prompt(args, prompt_ids)
     if not completions:
         return (utils.Example(prompt, prompt_ids),)
     examples = [utils.Example(prompt, prompt_ids, ids) for ids in all_completion_ids]
     examples = [example.truncate(args.max_length) for example in examples]
     if len(examples) == 2 and examples[0] == examples[1]:
-        raise utils.SkipRow("both completions are equal, maybe because they were truncated")
+        raise data.SkipRow("both completions are equal, maybe because they were truncated")
     return tuple(examples)
 
 
@@ -489,8 +478,8 @@ def load_models(args, device, longest: int):
     """
 
     def load(dtype):
-        model = utils.load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
-        utils.check_positions(model.config, longest)
+        model = run.load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
+        run.check_positions(model.config, longest)
         # Both models stay in eval mode, because dropout would make them differ at step 0.
         return shard_model(args, model, device).eval()
 
@@ -498,7 +487,7 @@ def load_models(args, device, longest: int):
     # The cast comes after sharding, so that each rank converts only its shards.
     policy = load("auto").to(torch.float32)
     # Loaded in its storage dtype, because a cast to bf16 would also round its buffers (RoPE's frequencies).
-    reference = load(utils.storage_dtype(args)).requires_grad_(False)
+    reference = load(run.storage_dtype(args)).requires_grad_(False)
     # Loading rounds some buffers (Gemma's embed_scale) to the dtype of loading, which may differ between the
     # two models. Both must use the same values.
     for name, buffer in policy.named_buffers():
@@ -580,7 +569,7 @@ def sample_round(args, sampler, policy, groups: list[tuple], number: int):
             # The rewards are those of the complete samples. Training truncates the samples.
             new_groups.append(tuple(sample.truncate(args.max_length) for sample in group))
     if all(group[0].reward == group[-1].reward for group in new_groups):  # also if there is no group
-        raise run.InputError(
+        raise utils.InputError(
             f"round {number}: no prompt's rewards differ enough: "
             "raise --temperature or lower --reward-threshold"
         )
@@ -592,29 +581,19 @@ def sample_round(args, sampler, policy, groups: list[tuple], number: int):
 def make_group(args, samples):
     """Makes the group of a prompt's completions, best first.
 
-    With --group-size 2, returns the best and the worst completion, or () if their rewards differ by less than
-    τ. A larger group holds all completions. If all its rewards differ by less than τ, they are made equal,
-    because the division by their std would turn rounding errors into advantages.
-    """
-    pair = best_and_worst(samples, args.reward_threshold)
-    if args.group_size == 2:
-        return pair
-    if not pair:  # best and worst differ by less than τ, so all rewards do
-        return tuple(sample._replace(reward=samples[0].reward) for sample in samples)
-    return tuple(sorted(samples, key=lambda sample: sample.reward, reverse=True))
-
-
-def best_and_worst(samples: list[utils.Example], threshold: float):
-    """Returns the samples with the highest and the lowest reward, or () if these are too close.
-
-    They are too close if they differ by less than τ, or if they are equal (which matters for a τ of 0).
+    With --group-size 2 it is the best and the worst completion, or () if their rewards are equal or differ by
+    less than τ. A larger group holds all completions. If all its rewards differ by less than τ, they are made
+    equal, because the division by their std would turn rounding errors into advantages.
     """
     best = max(samples, key=lambda sample: sample.reward)
     worst = min(samples, key=lambda sample: sample.reward)
     difference = best.reward - worst.reward
-    if difference == 0 or difference < threshold:
-        return ()
-    return best, worst
+    too_close = difference == 0 or difference < args.reward_threshold
+    if args.group_size == 2:
+        return () if too_close else (best, worst)
+    if too_close:
+        return tuple(sample._replace(reward=best.reward) for sample in samples)
+    return tuple(sorted(samples, key=lambda sample: sample.reward, reverse=True))
 
 
 class Evaluation(NamedTuple):
@@ -643,7 +622,7 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
         log_ratio = logps - (initial.logps if initial else logps)  # 0 for the initial policy
         best, worst = log_ratio.sum(-1).chunk(2)  # (P,) each; log-probs are 0 outside the mask
         values["eval/accuracy"] = utils.above(best, worst)
-        values["eval/margin"] = best - worst
+        values["eval/margin"] = best - worst  # nats
     # A prompt that stands in several rows is sampled once for each of them.
     prompts = [group[0] for group in held_out[: args.eval_samples]]
     samples, sample_values = sampler.evaluate(policy, prompts, initial)
@@ -651,13 +630,21 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
 
 
 # === Metrics ===
-def grpo_metrics(losses, ratio, k3, removed):
-    """Returns the metrics of each token, (B, T) each."""
+def grpo_metrics(losses, clipped_log_ratio, log_ratio, advantages, epsilon: float):
+    """Returns the metrics of each token, (B, T) each.
+
+    Args:
+        losses, clipped_log_ratio, log_ratio: (B, T) each, as in `grpo_loss`.
+        advantages: (B,). A token is clipped if 1 ± ε stops the gradient of its min(...).
+    """
+    A = advantages.unsqueeze(-1)  # (B, 1)
+    ratio = clipped_log_ratio.detach().exp()
+    stopped = ((A > 0) & (ratio > 1 + epsilon)) | ((A < 0) & (ratio < 1 - epsilon))
     return {
         "loss": losses,
         "grpo/ratio_mean": ratio,
-        "grpo/kl": k3,
-        "grpo/clip_fraction": removed.double(),
+        "grpo/kl": k3(log_ratio),
+        "grpo/clip_fraction": stopped.double(),
     }
 
 

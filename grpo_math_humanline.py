@@ -7,13 +7,14 @@ lines turn GRPO into humanline GRPO: the clamp in `clip_log_ratio`, and the sync
     python grpo_math_humanline.py  # one process, the embedded toy, a minute
     torchrun --nproc-per-node 4 grpo_math_humanline.py --model ... --dataset ...
 
-To change the method, edit `grpo_loss` or `group_advantages`. To change the rewards, edit the section Grading.
+To change the method, edit `grpo_loss` or `group_advantages`. To change the rewards, edit the section Rewards.
 To read other data, edit `encode_row`.
 
 Differences from equation 1:
     - The loss is the mean over all completion tokens of the global batch (C.1.4, for instruction following).
       Equation 1 first takes the mean of each completion.
-    - The KL penalty uses the same reference as the ratio (C.1.4). Equation 1 uses a fixed policy.
+    - There is no π_old: the reference is the denominator of the ratio and the target of the KL penalty
+      (C.1.4). For the penalty, equation 1 uses a fixed policy.
     - Advantages are divided by std + 1e-4, as in TRL.
     - Log-probs in training use the sampling temperature, as in TRL, because the samples are the policy's own.
       The other scripts use 1, because their data may come from other models.
@@ -27,16 +28,10 @@ Example is a prompt with at most one completion. A group is a tuple of Examples 
 samples of a problem or, in a data set, the problem alone.
 """
 
-import logging
 import math
-import multiprocessing
-import os
-import re
-import resource
-import signal
 import time
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -48,8 +43,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-import run
 import utils
+from support import data, grading, run, sampling
 
 # === Args ===
 SYSTEM_PROMPT = """Reason step by step before you answer. Write in this format, each tag on a line of its own:
@@ -145,21 +140,20 @@ def grpo_loss(clipped_log_ratio, log_ratio, advantages, beta: float, epsilon: fl
 
     Args:
         clipped_log_ratio: (B, T) token log π_θ/π_ref in nats, after humanline clipping. It gives the ratio.
-        log_ratio: (B, T), without clipping (C.2). It gives k3 = π_ref/π_θ + log π_θ/π_ref - 1, an estimate of
-            the KL divergence.
+        log_ratio: (B, T), without clipping (C.2). It gives the KL penalty.
         advantages: (B,), A of each sequence.
 
     Returns:
-        The losses of the tokens, the ratios, k3, and whether the clip to 1 ± ε stops the gradient of the
-        token's min(...), (B, T) each. All but the losses are detached.
+        The losses of the tokens, (B, T).
     """
     A = advantages.unsqueeze(-1)  # (B, 1)
     ratio = clipped_log_ratio.exp()  # (B, T)
-    k3 = torch.expm1(-log_ratio) + log_ratio  # (B, T); exp(-x) - 1 would lose its digits near 0
-    losses = beta * k3 - torch.minimum(A * ratio, A * ratio.clamp(1 - epsilon, 1 + epsilon))
-    removed_above = (A > 0) & (ratio > 1 + epsilon)
-    removed_below = (A < 0) & (ratio < 1 - epsilon)
-    return losses, ratio.detach(), k3.detach(), removed_above | removed_below
+    return beta * k3(log_ratio) - torch.minimum(A * ratio, A * ratio.clamp(1 - epsilon, 1 + epsilon))
+
+
+def k3(log_ratio):
+    """Estimates the KL divergence by π_ref/π_θ + log π_θ/π_ref - 1 (k3 of joschu.net/blog/kl-approx.html)."""
+    return torch.expm1(-log_ratio) + log_ratio  # exp(-x) - 1 would lose its digits near 0
 
 
 def group_advantages(rewards):
@@ -197,13 +191,13 @@ def main(args: Args):
     rank, world, device = run.setup(args, args.prompts_per_step * args.group_size)
 
     # The data is read before the models, so that errors in it appear before minutes of loading.
-    tokenizer, eos_ids = utils.load_tokenizer(args)
-    grader = start_grader()
+    tokenizer, eos_ids = data.load_tokenizer(args)
+    grader = grading.start_grader()
     problems, held_out = load_data(args, tokenizer, eos_ids, grader)
     data_hash = run.hash_data(problems, held_out)  # ends the run if ranks have read different data
-    longest = utils.longest_sequence(args, problems + held_out)  # tokens, in training and sampling
+    longest = data.longest_sequence(args, problems + held_out)  # tokens, in training and sampling
     policy, reference = load_models(args, device, longest)
-    sampler = utils.Sampler(args, tokenizer, eos_ids, device, longest)
+    sampler = sampling.Sampler(args, tokenizer, eos_ids, device, longest)
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=args.lr,
@@ -248,37 +242,37 @@ def main(args: Args):
         rewards = torch.tensor([example.reward for example in examples], dtype=torch.float64, device=device)
         rewards = rewards.view(args.prompts_per_step, args.group_size)  # (groups, G)
         advantages = group_advantages(rewards)  # (groups, G)
-        run.check_shape("group_advantages", advantages, rewards.shape)
+        utils.check_shape("group_advantages", advantages, rewards.shape)
         metrics |= sample_metrics(examples, rewards)
 
         # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
-        # micro-batches. It also sums the gradients over ranks.
+        # micro-batches. It also sums the gradients over ranks (see `shard_model`).
         lengths = [example.length for example in examples]
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
         completion_tokens = sum(len(example.completion_ids) for example in examples)
-        means = run.Means()
+        means = utils.Means()
         for indices in micro_batches[rank::world]:
             input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
 
+            # [:, t] is log π(token t | all tokens before it), in nats, and 0 where mask is 0.
             with torch.no_grad():  # first, because the policy's activations stay in memory until backward
                 ref_logps = utils.token_logps(reference, input_ids, mask, args.temperature)  # (B, T)
             logps = utils.token_logps(policy, input_ids, mask, args.temperature)  # (B, T)
             log_ratio = logps - ref_logps  # (B, T)
             clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
+            utils.check_shape("clip_log_ratio", clipped_log_ratio, mask.shape)
             A = advantages.flatten()[indices].to(logps.dtype)  # (B,)
-            losses, ratio, k3, removed = grpo_loss(  # (B, T) each
-                clipped_log_ratio, log_ratio, A, args.beta, args.epsilon
-            )
-            run.check_shape("grpo_loss", losses, mask.shape)
+            losses = grpo_loss(clipped_log_ratio, log_ratio, A, args.beta, args.epsilon)  # (B, T)
+            utils.check_shape("grpo_loss", losses, mask.shape)
             # summed over ranks: the mean over all completion tokens of the global batch
             ((losses * mask).sum() / completion_tokens).backward()
 
-            means.add(grpo_metrics(losses, ratio, k3, removed), mask)
+            means.add(grpo_metrics(losses, clipped_log_ratio, log_ratio, A, args.epsilon), mask)
             means.add(clipping_metrics(args, log_ratio), mask)
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
         metrics["grad_norm"] = grad_norm.full_tensor().item()  # global norm before clipping
         metrics |= means.reduce()
-        run.check_finite(metrics)
+        utils.check_finite(metrics)
 
         # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
         # takes the weights that produced this gradient, and the update then moves the policy away from them.
@@ -330,17 +324,17 @@ def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
     """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them."""
     groups = []
     skipped = []  # [(line number, reason), ...]
-    for number, row in run.read_rows(name, split):
+    for number, row in data.read_rows(name, split):
         try:
             groups.append(encode_row(args, tokenizer, eos_ids, row))
-        except utils.SkipRow as reason:
+        except data.SkipRow as reason:
             skipped.append((number, reason))
         except Exception as error:  # an InputError, or a mistake in `encode_row`
             error.add_note(f"{name}, line {number}")
             raise
-    summary = f"{name}: {utils.summarize_groups(eos_ids, groups, skipped)}"
+    summary = f"{name}: {data.summarize_groups(eos_ids, groups, skipped)}"
     if not groups:
-        raise run.InputError(summary)
+        raise utils.InputError(summary)
     run.print_main(summary)
     return groups
 
@@ -348,19 +342,19 @@ def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
 def encode_row(args, tokenizer, eos_ids, row):
     """Returns a problem with its gold answer, as a group of one Example. Edit it to read other columns.
 
-    Raises utils.SkipRow to skip the row, and run.InputError to end the run because the row is malformed.
+    Raises data.SkipRow to skip the row, and utils.InputError to end the run because the row is malformed.
     """
-    utils.check_row(row)
+    data.check_row(row)
     prompt = row.get("problem")
     if prompt is None:
         prompt = row.get("question")  # GSM8K
     if not isinstance(prompt, str):
-        raise run.InputError(f"no text in 'problem' or 'question', in the columns {', '.join(row)}")
+        raise utils.InputError(f"no text in 'problem' or 'question', in the columns {', '.join(row)}")
     if args.system_prompt:
         system = {"role": "system", "content": args.system_prompt}
         prompt = [system, {"role": "user", "content": prompt}]
-    prompt_ids, _ = utils.encode(tokenizer, eos_ids, prompt)
-    utils.check_prompt(args, prompt_ids)
+    prompt_ids, _ = data.encode(tokenizer, eos_ids, prompt)
+    data.check_prompt(args, prompt_ids)
     # Some chat templates end the prompt with "<think>\n", which the rewards of the format then count. It has
     # 8 characters, so at most 8 tokens.
     end = tokenizer.decode(prompt_ids[-8:])
@@ -369,7 +363,7 @@ def encode_row(args, tokenizer, eos_ids, row):
 
 
 def gold_answer(row) -> str:
-    """Returns a row's `answer`, or else its `solution`, whose last box `extract_answer` will find.
+    """Returns a row's `answer`, or else its `solution`, whose last box `grading.extract_answer` will find.
 
     Returns "" if the solution has no box or the answer is not finite. `keep_gradable` then drops the problem.
     """
@@ -377,7 +371,7 @@ def gold_answer(row) -> str:
     if answer is None and isinstance(solution, str):
         return solution if "\\boxed" in solution else ""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):  # a bool is an int, too
-        raise run.InputError("a problem needs an answer (a text or a number) or a solution (a text)")
+        raise utils.InputError("a problem needs an answer (a text or a number) or a solution (a text)")
     if isinstance(answer, float):  # str would write 0.00001 as 1e-05, which is not LaTeX
         return np.format_float_positional(answer, trim="-") if math.isfinite(answer) else ""
     return str(answer)
@@ -406,8 +400,8 @@ def load_models(args, device, longest: int):
     """
 
     def load(dtype):
-        model = utils.load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
-        utils.check_positions(model.config, longest)
+        model = run.load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
+        run.check_positions(model.config, longest)
         # Both models stay in eval mode, because dropout would make them differ at step 0.
         return shard_model(args, model, device).eval()
 
@@ -415,7 +409,7 @@ def load_models(args, device, longest: int):
     # The cast comes after sharding, so that each rank converts only its shards.
     policy = load("auto").to(torch.float32)
     # Loaded in its storage dtype, because a cast to bf16 would also round its buffers (RoPE's frequencies).
-    reference = load(utils.storage_dtype(args)).requires_grad_(False)
+    reference = load(run.storage_dtype(args)).requires_grad_(False)
     # Loading rounds some buffers (Gemma's embed_scale) to the dtype of loading, which may differ between the
     # two models. Both must use the same values.
     for name, buffer in policy.named_buffers():
@@ -520,290 +514,18 @@ def evaluate(args, policy, sampler, grader, held_out: list[tuple]) -> Evaluation
     problem_samples, _ = sampler.sample(policy, problems, count, (args.seed, 0))
     samples, values, _ = grade_samples(grader, problem_samples)  # values: {name: (N,)}
     # This adds length, finished and reward, which is the weighted sum of the rewards in `values`.
-    values |= utils.sample_statistics(samples)
+    values |= sampling.sample_statistics(samples)
     values = {f"eval/{name}": numbers.view(-1, count).mean(1) for name, numbers in values.items()}
     return Evaluation(utils.mean_and_error(values), samples[::count])
 
 
-# === Grading ===
-# Rewards of samples. As in Open-R1, math_verify compares answers. To grade other answers, for example
-# programs, replace `grade`. It must set the time limit itself, and return None for a gold answer that it
-# cannot grade (`keep_gradable` asks with the answer "\\pi"). To add a reward, add it to `grade_samples`, and
-# its weight to WEIGHTS.
-#
-# math_verify gets one expression, the one that `extract_answer` finds, as a box. Only if a text has formulas
-# and neither a box nor "the answer is", math_verify chooses the last formula. Left alone, it would look for a
-# part of a text that it can parse, and read "4 or maybe 5" as 5. A policy would learn to exploit this.
+# === Rewards ===
+# Rewards of samples. To add one, add it to `grade_samples`, and its weight to WEIGHTS.
 
 WEIGHTS = {"accuracy": 8.0, "format": 1.0, "tag_count": 1.0}  # weights of the rewards (Table 2)
-TIME_LIMIT = 5.0  # CPU seconds for grading one answer
-# Words before an answer without a box: "The answer is 5", "Answer: 5", "A: 5" and "#### 5". "answer" may be
-# followed by up to 30 characters of the same sentence, then by " is", " are", a colon or a line break: "The
-# answer (in cm) is 5".
-ANSWER_IS = r"(?i:answer)[^.\n]{0,30}?(?: is| are|[:\n])|\bA:|####"
-# A number, maybe in dollars (`rewrite` has made "$$" of "$") or with a unit.
-NUMBER = r"(-?\$*\d[\d.,/]*)(?: [a-z]+)?"
-# Words with which a sentence takes back its result.
-TAKES_BACK = r"(?i)\b(?:or|not|if|maybe|perhaps|either|neither|between|than|could|guess|wrong|incorrect)\b"
-# What two spellings of a formula may differ in: white space, braces, the size of fractions and parentheses.
-SPELLING = r"\s|[{}]|\\left|\\right|\\displaystyle|\\[!,; ]|(?<=\\)[dt](?=frac|binom)"
-# A formula with an operator or a function is a computation.
-COMPUTATION = r"[+*/^!]|[\w)}]\s*-|\\(?:times|cdot|div|[dt]?frac|sqrt|[dt]?binom|log|ln|a?r?c?(?:sin|cos|tan)"
-COMPUTATION += r"|sec|csc|cot|lceil|lfloor|sum|prod|int|lim|gcd|max|min|[bp]mod)"
-# What `is_numeral` removes: LaTeX spaces, $, %, degrees, \text{...}, the comma of 24,000, and a last word in
-# lower case.
-MARKS_AND_UNITS = r"\\[!,; ]|\\?\$|\\?%|\^?\{?\\circ\}?|\\text\{.*|(?<=\d),(?=\d{3})| ?[a-z]*$"
-# Parts of an answer that math_verify would misread, and what replaces them.
-REWRITES = {
-    # \(x = 5.\) -> $$x = 5$$. Each mark of a formula, \( \) \[ \] $ or $$, becomes $$, and a full stop before
-    # it is removed. After a backslash it is no such mark: \$ is a currency, \\[ breaks a line of a matrix.
-    r"(?:\.\s*|(?<!\\))(?:\\[()\[\]]|\$\$?)": "$$",
-    # 24{,}000 -> 24000, and the same for 24\,000 and 24 000.
-    r"(?<=\d)(?:,\\!|\\[,; ]|\{,\}| )(?=\d{3}(?!\d))": "",
-    # \frac\pi 4 -> \frac{\pi} 4.
-    r"(?<=frac)\\(?!sqrt)[a-z]+": r"{\g<0>}",
-    # AB = 5 -> \text{AB} = 5. Otherwise it would be an equation for A and B.
-    r"(?<![\\A-Za-z])[A-Za-z]{2,}(?= ?=)": r"\\text{\g<0>}",
-    # no solution -> \text{no solution}. Otherwise the words would be products of letters.
-    r"^[A-Za-z ]{3,}$": r"\\text{\g<0>}",
-    # 5 \text{ or 4} -> 5 { or 4}. math_verify drops text after a number as its unit. Text with "or", "is" or
-    # "not" before another word is no unit, and must stay. This undoes the rule above: "a or b" is the set of
-    # a and b.
-    r"\\text(?=\{[^{}]*\b(?:or|is|isn't|not)\b[^{}]*\w)": "",
-}
-
-
-def start_grader():
-    """Starts worker processes for grading.
-
-    Some answers, for example 9^{9^{9^9}}, let sympy compute forever, use up the memory or crash. Then only
-    the worker ends, and a new one replaces it.
-    """
-    from pebble import ProcessPool
-
-    context = multiprocessing.get_context("forkserver")  # a fork would inherit threads of CUDA and gloo
-    # Every worker imports this script, because `grade` is in it, and with it these modules, which takes
-    # seconds. The fork server imports them once, and workers inherit them. (transformers imports lazily, so
-    # the module of AutoModelForCausalLM is named.)
-    context.set_forkserver_preload(["torch", "transformers.models.auto.modeling_auto", "math_verify"])
-    cores = os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    workers = max(1, min(cores, 8))
-    # A worker is replaced after 1000 answers, because the parser's caches grow.
-    return ProcessPool(workers, max_tasks=1000, initializer=start_worker, context=context)
-
-
-def start_worker():
-    """Sets the memory limit of a worker."""
-    logging.disable(logging.WARNING)  # math_verify warns that its own time limit is off
-    resource.setrlimit(resource.RLIMIT_DATA, (2**32, 2**32))  # 4 GiB, of which the imports take an eighth
-
-
-def extract_answer(text: str) -> str:
-    """Returns the LaTeX of the answer in a text, in a box or, of a text with formulas, between "$$".
-
-    If there is an <answer> tag, only the text in the last one counts. The answer is the first that exists of
-        1. the content of the last box,
-        2. the sentence after the last "answer is" (ANSWER_IS; also inside a box),
-        3. the last formula, which math_verify finds by itself,
-        4. the result that the last sentence states (`stated_result`), or else the complete text.
-    2, 3 and 4 also apply to the content of a box.
-    """
-    from latex2sympy2_extended.math_normalization import extract_boxed_content
-
-    text = text.rpartition("<answer>")[2].partition("</answer>")[0]
-    before, box, after = text.rpartition("\\boxed")
-    # Neighboring boxes are one answer: \boxed{4} or \boxed{5} -> 4,5. extract_boxed_content would also join
-    # boxes up to 70 characters apart. Therefore everything before the last box is removed, unless a box may
-    # end right before it, as in "\boxed{4}$, and $\boxed{5}".
-    may_follow_box = "}" in before[-9:]  # "}$, and $" has 9 characters
-    if not may_follow_box:
-        text = box + after
-    text = extract_boxed_content(text, "last")  # returns the text if it has no box
-    *introductions, text = re.split(ANSWER_IS, text)
-    is_introduced = bool(introductions)
-    if is_introduced:
-        text = re.split(r"\.\s|\n\n", text.strip())[0]
-    text = text.strip(" \n:*").rstrip(".*")  # ": **5.**" -> "5"
-    text = rewrite(text)
-    # math_verify parses all of a box, but only the last formula ("$$" twice) of another text.
-    if is_introduced:
-        return f"\\boxed{{{text}}}"
-    if text.count("$$") < 2:  # no formula; also the content of a box
-        return f"\\boxed{{{stated_result(text)}}}"
-    return text
-
-
-def rewrite(text: str) -> str:
-    """Applies all REWRITES to a text."""
-    for pattern, replacement in REWRITES.items():
-        text = re.sub(pattern, replacement, text)
-    return text
-
-
-def stated_result(text: str) -> str:
-    """Returns what the last sentence of a plain text states, if it states the result of a computation.
-
-    "17 + 25 is 42." and "So, 17 + 25 = 42." give "17 + 25 = 42", in which both sides will be compared with
-    the gold answer. "The sum is 42." gives "42". All other texts are returned unchanged.
-    """
-    sentence = re.split(r"(?<=[.!?])\s|\n", text.strip())[-1].strip(" .*!")
-    computation, *results = re.split(r"=|\b(?:is|are|equals)\b", sentence)
-    result = re.fullmatch(NUMBER, results[0].strip()) if len(results) == 1 else None
-    if not result or re.search(TAKES_BACK, sentence):
-        return text
-    # "So, 17 + 25 " -> "17 + 25 ": without everything up to the last word
-    numbers = re.sub(r"^.*[A-Za-z]{2}[,:]?(?: |$)", "", computation)
-    if re.search(r"[A-Za-z]", numbers):  # an equation for an unknown number
-        return text
-    return f"{numbers} = {result[1]}" if numbers.strip() else result[1]
-
-
-@lru_cache  # the samples of a problem have the same gold answer
-def parse_answer(text: str):
-    """Returns the value of the answer in a text, or None if it has none.
-
-    The value is an object of sympy, or a string if math_verify cannot parse the answer.
-    """
-    from math_verify import LatexExtractionConfig, parse
-
-    # [value, LaTeX]; [LaTeX] if it cannot be parsed; [] if there is none. `grade` has set the time limit.
-    found = parse(extract_answer(text), [LatexExtractionConfig()], parsing_timeout=None)
-    if not found:
-        return None
-    # math_verify accepts [5] and \{5\} as 5, so lists and sets of one number get no value here. A bracket
-    # before \begin is that of a matrix.
-    opening = r"\[(?! *\\begin)|\\\{"  # [ or \{
-    if re.match(rf"(?:{opening})[^,]*$", str(found[-1])):
-        return None
-    return found[0]
-
-
-def answer_formula(text: str) -> str:
-    """Returns the LaTeX of the answer in a text: the content of the box, or the last formula."""
-    latex = extract_answer(text)
-    return latex.split("$$")[-2] if latex.count("$$") > 1 else latex[len("\\boxed{") : -1]
-
-
-def is_copied(gold: str, text: str, problem: str) -> bool:
-    """Returns whether the answer in a text stands in the problem, but is not the gold answer's text."""
-    formulas = []
-    for formula in (answer_formula(gold), answer_formula(text), problem):
-        formula = re.sub(SPELLING, "", formula)
-        formulas.append(re.sub(r"\\times|\\cdot", "*", formula).strip(".+"))
-    gold, answer, problem = formulas
-    # In 17 + 25 = 42 only one side is copied. In x = 17 + 25 the only side with a digit or a command is.
-    sides = [side.strip(".+") for side in answer.split("=") if re.search(r"\d|\\", side)]
-    sides = [re.sub(r"^\((.*)\)$", r"\1", side) for side in sides]  # (17 + 25) -> 17 + 25
-    # A side does not count if it is only a part of a longer number.
-    copied = [re.search(rf"(?<![\d.]){re.escape(side)}(?!\.?\d)", problem) is not None for side in sides]
-    return answer != gold and bool(sides) and all(copied)
-
-
-def is_numeral(latex: str) -> bool:
-    """Returns whether an answer is one number and no computation. A unit is ignored.
-
-    3/4 is a number, but 10/4, which is not in lowest terms, is a computation.
-    """
-    latex = re.sub(MARKS_AND_UNITS, "", latex).strip()
-    fraction = re.fullmatch(r"-?(?:\\[dt]?frac\{?(\d+?)\}?\{?(\d+)\}?|(\d+)/(\d+))", latex)
-    if fraction:
-        numbers = [int(number) for number in fraction.groups() if number]
-        return math.gcd(*numbers) == 1
-    return re.fullmatch(r"[-+]?\d*\.?\d+", latex) is not None
-
-
-def is_identical(gold_value, value) -> bool:
-    """Returns whether two numbers are equal and of the same kind. 0.75 and 3/4 are not, but 3.0 and 3 are."""
-    from sympy import Float, Integer
-
-    whole = [Integer(x) if isinstance(x, Float) and x == int(x) else x for x in (gold_value, value)]
-    return whole[0] == whole[1]
-
-
-def is_same_number(gold_value, value) -> bool:
-    """Returns whether two numbers that math_verify found equal really are: math_verify rounds to 6 decimals.
-
-    Rational numbers must be equal exactly, and others to 5 digits. The same holds for the numbers in tuples,
-    sets and intervals. Returns True for everything else.
-    """
-    from sympy import Expr, FiniteSet, Float, Interval, Tuple
-
-    if isinstance(gold_value, Tuple | FiniteSet | Interval) and type(gold_value) is type(value):
-        return all(is_same_number(*pair) for pair in zip(gold_value.args, value.args))
-    numbers = (gold_value, value)
-    if not all(isinstance(number, Expr) and number.is_number and number.is_real for number in numbers):
-        return True
-    if not gold_value.has(Float) and not value.has(Float):
-        gold_value, value = gold_value.doit(), value.doit()
-        if gold_value.is_Rational and value.is_Rational:
-            return gold_value == value
-    return abs(gold_value.evalf() - value.evalf()) <= 1e-5 * abs(gold_value.evalf())
-
-
-def grade(gold: str, text: str, problem: str) -> bool | None:
-    """Returns whether the answer in a text equals the gold answer; None if the gold answer has no value.
-
-    Runs in a worker.
-    """
-    from math_verify import verify
-    from sympy import And, Eq
-
-    # After TIME_LIMIT seconds of CPU time, the signal SIGPROF ends this worker. It has no handler, because
-    # Python would run one only after the current operation, which may be an endless multiplication. CPU time
-    # makes the verdict independent of the machine's load. The next call sets the timer again.
-    signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT)
-    gold_value, value = parse_answer(gold), parse_answer(text)
-    if gold_value is None:
-        return None
-    # What is copied from the problem is no answer, unless the gold answer is the same text. A number of the
-    # gold answer's value and kind is never a copy: 90^\circ is right for 90, wherever it stands. But 0.75 for
-    # \frac{3}{4} may be one.
-    formula = answer_formula(text)
-    if is_numeral(formula):
-        may_be_copy = not is_identical(gold_value, value)
-    else:
-        may_be_copy = re.search(COMPUTATION, formula) is not None
-    if may_be_copy and is_copied(gold, text, problem):
-        return False
-    # 10_2 is another number than 10, but math_verify drops the base.
-    both = (extract_answer(gold), extract_answer(text))
-    gold_bases, bases = [re.findall(r"\d_\{?(\d+)", answer) for answer in both]
-    if bases and bases != gold_bases:
-        return False
-    # Of an equation, math_verify would compare one side alone. Here every side must equal the gold answer,
-    # unless this is an equation itself. Names such as x and f(2) are skipped. So x = 4 is 4. And x = 4 = 5,
-    # for sympy (x = 4) and (4 = 5), is neither 4 nor 5.
-    values = [value]
-    if isinstance(value, And | Eq) and not isinstance(gold_value, Eq):
-        sides = [side for equation in value.atoms(Eq) for side in equation.args]
-        sides = [side for side in sides if not (side.is_Symbol or side.is_Function)]
-        values = sides or [value]  # x = y has only names, and 0 ≤ x < 1 no equation
-    options = dict(allow_set_relation_comp=True, timeout_seconds=None)  # 0 ≤ x < 1 equals [0, 1)
-    return all(verify(gold_value, each, **options) and is_same_number(gold_value, each) for each in values)
-
-
-def grade_all(grader, jobs: list[tuple]) -> list:
-    """Returns the verdict of `grade` for every (gold answer, text, problem). The ranks share the work.
-
-    The verdict is also None if the worker reached a limit or crashed.
-    """
-    from pebble import ProcessExpired
-
-    rank, world = dist.get_rank(), dist.get_world_size()
-    distinct = list(dict.fromkeys(jobs))
-    # Seconds of wall-clock time, far above TIME_LIMIT. They end a worker that waits for something: it uses no
-    # CPU time, so TIME_LIMIT would never end it.
-    futures = [grader.schedule(grade, job, timeout=20 * TIME_LIMIT) for job in distinct[rank::world]]
-    verdicts = []
-    for future in futures:
-        try:
-            verdicts.append(future.result())
-        except (ProcessExpired, TimeoutError, MemoryError):
-            verdicts.append(None)
-    ranks_verdicts = run.gather(verdicts)
-    # Rank r has graded the jobs r, r + world, r + 2 · world and so on.
-    by_job = {job: ranks_verdicts[i % world][i // world] for i, job in enumerate(distinct)}
-    return [by_job[job] for job in jobs]
+# Grades an answer. To grade others, for example programs, replace it by the name of a function with the same
+# arguments (docs/grpo_math.md has an example). It runs in a worker, and must set its time limit itself.
+GRADE = grading.grade
 
 
 def keep_gradable(grader, name: str, groups: list[tuple], minimum: int) -> list[tuple]:
@@ -811,14 +533,14 @@ def keep_gradable(grader, name: str, groups: list[tuple], minimum: int) -> list[
     golds = [group[0].answer for group in groups]
     # Every gold answer is compared with a dummy answer, π, only to see whether there is a verdict within the
     # limits. Compared with itself, a gold answer could be found equal without being computed.
-    verdicts = grade_all(grader, [(gold, "\\pi", "") for gold in golds])
+    verdicts = grading.grade_all(grader, GRADE, [(gold, "\\pi", "") for gold in golds])
     kept = [group for group, verdict in zip(groups, verdicts) if verdict is not None]
     dropped = [gold for gold, verdict in zip(golds, verdicts) if verdict is None]
     summary = f"{name}: {len(kept)} of {len(groups)} gold answers can be graded"
     if dropped:
         summary += f", the first that cannot is {dropped[0]!r:.60}"
     if len(kept) < minimum:
-        raise run.InputError(f"{summary}; at least {minimum} are needed")
+        raise utils.InputError(f"{summary}; at least {minimum} are needed")
     run.print_main(summary)
     return kept
 
@@ -844,7 +566,8 @@ def grade_samples(grader, groups: list):
         as wrong.
     """
     samples = [sample for group in groups for sample in group]
-    verdicts = grade_all(grader, [(sample.answer, sample.text, sample.question) for sample in samples])
+    jobs = [(sample.answer, sample.text, sample.question) for sample in samples]
+    verdicts = grading.grade_all(grader, GRADE, jobs)
     correct = [bool(verdict) for verdict in verdicts]
     rewards = {
         "accuracy": correct,
@@ -869,13 +592,21 @@ def sample_metrics(examples, rewards):
     }
 
 
-def grpo_metrics(losses, ratio, k3, removed):
-    """Returns the metrics of each token, (B, T) each."""
+def grpo_metrics(losses, clipped_log_ratio, log_ratio, advantages, epsilon: float):
+    """Returns the metrics of each token, (B, T) each.
+
+    Args:
+        losses, clipped_log_ratio, log_ratio: (B, T) each, as in `grpo_loss`.
+        advantages: (B,). A token is clipped if 1 ± ε stops the gradient of its min(...).
+    """
+    A = advantages.unsqueeze(-1)  # (B, 1)
+    ratio = clipped_log_ratio.detach().exp()
+    stopped = ((A > 0) & (ratio > 1 + epsilon)) | ((A < 0) & (ratio < 1 - epsilon))
     return {
         "loss": losses,
         "grpo/ratio_mean": ratio,
-        "grpo/kl": k3,
-        "grpo/clip_fraction": removed.double(),
+        "grpo/kl": k3(log_ratio),
+        "grpo/clip_fraction": stopped.double(),
     }
 
 

@@ -37,8 +37,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-import run
 import utils
+from support import data, run, sampling
 
 
 # === Args ===
@@ -49,7 +49,9 @@ class Args:
     lambda_D: float = 1.1  # λ_D, weight of desirable examples (Table 3)
     lambda_U: float = 1.0  # λ_U, weight of undesirable examples (Table 3)
     # humanline
-    humanline: bool = True  # --no-humanline: no clipping, and syncs only when an online round starts
+    # --no-humanline: no clipping, and syncs only when an online round starts. With --model, the settings that
+    # PAPER names change too.
+    humanline: bool = True
     # Optimizer steps between syncs of the reference (paper: 1); 0: syncs only when an online round starts.
     k: int = 1
     log_epsilon_P: float = -1.5  # lower bound of a token's log π_θ/π_ref, in nats (Table 1); -inf: none
@@ -58,11 +60,11 @@ class Args:
     num_steps: int = 312  # optimizer steps: 20K examples in batches of 64 (Table 1)
     batch_size: int = 64  # examples per optimizer step, over all ranks (Table 1); a pair is two
     micro_batch_tokens: int = 8192  # maximum tokens per micro-batch and rank; 0: unlimited
-    lr: float = 5e-6  # AdamW's learning rate after warmup (--model: see PAPER; toy: see TOY)
+    lr: float = 5e-6  # AdamW's learning rate after warmup (Table 3; other variants: PAPER)
     warmup_fraction: float = 0.1  # fraction of the steps with linear warmup (Table 1)
     weight_decay: float = 1e-2  # AdamW's weight decay (Table 1)
     adam_eps: float = 1e-5  # AdamW's ε (Table 1)
-    max_grad_norm: float = 1.0  # maximum global gradient norm (--model: see PAPER; toy: see TOY)
+    max_grad_norm: float = 4.0  # maximum global gradient norm (Table 3; other variants: PAPER)
     # data
     dataset: str = ""  # examples, pairs or prompts (--online): a file or a Hub name (formats: docs/kto.md)
     dataset_split: str = "train"  # split of a Hub data set, for example train[:10000]
@@ -107,11 +109,9 @@ class Args:
     eval_samples: int = 256  # held-out rows whose prompts are sampled, from the first on; 0: none
 
 
-# Settings of the paper's four variants (Table 3), by (online, humanline). With --model they replace the
-# defaults above.
+# With --model, what differs from the defaults above in the other variants of Table 3, by (online, humanline)
 PAPER = {
-    (False, False): dict(lr=5e-6, max_grad_norm=1.0),
-    (False, True): dict(lr=5e-6, max_grad_norm=4.0),
+    (False, False): dict(max_grad_norm=1.0),
     (True, False): dict(lr=2.5e-6, max_grad_norm=0.5),
     (True, True): dict(lr=2.5e-6, max_grad_norm=0.1),
 }
@@ -200,7 +200,7 @@ def mismatch(batch: list[tuple], max_length: int) -> list[utils.Example]:
         following = batch[i + 1 :] + batch[:i]
         others = [other for other in following if other[0].prompt_ids != group[0].prompt_ids]
         if not others:
-            raise run.InputError("the batch has one prompt, but z_0 needs two: raise --batch-size")
+            raise utils.InputError("the batch has one prompt, but z_0 needs two: raise --batch-size")
         next_group = others[0]
         for example, next_example in zip(group, next_group):
             mixed = example._replace(completion_ids=next_example.completion_ids)
@@ -213,14 +213,14 @@ def main(args: Args):
     rank, world, device = run.setup(args, args.batch_size)  # also replaces --dtype auto in args
 
     # The data is read before the models, so that errors in it appear before minutes of loading.
-    tokenizer, eos_ids = utils.load_tokenizer(args)
+    tokenizer, eos_ids = data.load_tokenizer(args)
     groups, held_out, groups_per_step = load_data(args, tokenizer, eos_ids)
     data_hash = run.hash_data(groups, held_out)  # ends the run if ranks have read different data
-    longest = utils.longest_sequence(args, groups + held_out)  # tokens, in training and sampling
+    longest = data.longest_sequence(args, groups + held_out)  # tokens, in training and sampling
     policy, reference = load_models(args, device, longest)
     # For online rounds and for evaluation. It loads the reward model now, and its engine with the first
     # samples.
-    sampler = utils.Sampler(args, tokenizer, eos_ids, device, longest)
+    sampler = sampling.Sampler(args, tokenizer, eos_ids, device, longest)
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=args.lr,
@@ -268,25 +268,26 @@ def main(args: Args):
         metrics["kto/z_0"] = z_0
 
         # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
-        # micro-batches. It also sums the gradients over ranks.
+        # micro-batches. It also sums the gradients over ranks (see `shard_model`).
         lengths = [example.length for example in examples]
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
-        means = run.Means()
+        means = utils.Means()
         for indices in micro_batches[rank::world]:
             micro_batch = [examples[i] for i in indices]
             input_ids, mask = utils.pad_batch(micro_batch, device)  # (B, T)
             desirable = torch.tensor([example.desirable for example in micro_batch], device=device)  # (B,)
 
+            # [:, t] is log π(token t | all tokens before it), in nats, and 0 where mask is 0.
             with torch.no_grad():  # first, because the policy's activations stay in memory until backward
                 ref_logps = utils.token_logps(reference, input_ids, mask)  # (B, T)
             logps = utils.token_logps(policy, input_ids, mask)  # (B, T)
             log_ratio = logps - ref_logps  # (B, T)
             clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
-            run.check_shape("clip_log_ratio", clipped_log_ratio, mask.shape)
+            utils.check_shape("clip_log_ratio", clipped_log_ratio, mask.shape)
             losses, rewards, margins = kto_loss(  # (B,) each
                 clipped_log_ratio, mask, desirable, z_0, args.beta, args.lambda_D, args.lambda_U
             )
-            run.check_shape("kto_loss", losses, (len(indices),))
+            utils.check_shape("kto_loss", losses, (len(indices),))
             (losses.sum() / args.batch_size).backward()  # summed over ranks: the mean over the global batch
 
             means.add({"loss": losses, "rewards/accuracies": utils.above(margins, 0)})
@@ -298,7 +299,7 @@ def main(args: Args):
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
         metrics["grad_norm"] = grad_norm.full_tensor().item()  # global norm before clipping
         metrics |= means.reduce()
-        run.check_finite(metrics)
+        utils.check_finite(metrics)
 
         # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
         # takes the weights that produced this gradient, and the update then moves the policy away from them.
@@ -344,16 +345,16 @@ def load_data(args, tokenizer, eos_ids) -> tuple[list, list, int]:
         held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
     group_size = 2 if args.online else len(groups[0])  # online, each prompt becomes a pair
     if not args.online and any(len(group) != group_size or not group[0].completion_ids for group in groups):
-        raise run.InputError(
+        raise utils.InputError(
             f"--dataset {args.dataset}: rows must be all pairs or all labelled; prompts alone need --online"
         )
     if len({tuple(group[0].prompt_ids) for group in groups}) == 1:
-        raise run.InputError(f"--dataset {args.dataset}: all rows have one prompt, but z_0 needs two")
+        raise utils.InputError(f"--dataset {args.dataset}: all rows have one prompt, but z_0 needs two")
     if args.batch_size % group_size:
-        raise run.InputError(f"--batch-size {args.batch_size} is odd, but pairs are two examples each")
+        raise utils.InputError(f"--batch-size {args.batch_size} is odd, but pairs are two examples each")
     groups_per_step = args.batch_size // group_size
     if not args.online and len(groups) < groups_per_step:
-        raise run.InputError(
+        raise utils.InputError(
             f"--dataset {args.dataset}: {len(groups)} rows, but a step needs {groups_per_step} (--batch-size)"
         )
     return groups, held_out, groups_per_step
@@ -363,17 +364,17 @@ def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
     """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them."""
     groups = []
     skipped = []  # [(line number, reason), ...]
-    for number, row in run.read_rows(name, split):
+    for number, row in data.read_rows(name, split):
         try:
             groups.append(encode_row(args, tokenizer, eos_ids, row))
-        except utils.SkipRow as reason:
+        except data.SkipRow as reason:
             skipped.append((number, reason))
         except Exception as error:  # an InputError, or a mistake in `encode_row`
             error.add_note(f"{name}, line {number}")
             raise
-    summary = f"{name}: {utils.summarize_groups(eos_ids, groups, skipped)}"
+    summary = f"{name}: {data.summarize_groups(eos_ids, groups, skipped)}"
     if not groups:
-        raise run.InputError(summary)
+        raise utils.InputError(summary)
     run.print_main(summary)
     return groups
 
@@ -381,13 +382,13 @@ def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
 def encode_row(args, tokenizer, eos_ids, row):
     """Returns a labelled Example, a pair, or the prompt alone, as a tuple. Edit it to read other columns.
 
-    Raises utils.SkipRow to skip the row, and run.InputError to end the run because the row is malformed.
+    Raises data.SkipRow to skip the row, and utils.InputError to end the run because the row is malformed.
     """
-    utils.check_row(row)  # refuses rows with a column such as "system", which no script reads
+    data.check_row(row)  # refuses rows with a column such as "system", which no script reads
     if row.get("label") is not None or row.get("completion") is not None:
-        utils.require_columns(row, "prompt", "completion")
+        data.require_columns(row, "prompt", "completion")
         if row["label"] not in (0, 1):  # false and true are 0 and 1
-            raise run.InputError("label must be true or false")
+            raise utils.InputError("label must be true or false")
         prompt = row["prompt"]
         completions = [row["completion"]]
         labels = [bool(row["label"])]
@@ -415,37 +416,37 @@ def read_pair(row):
     chosen = row.get("chosen")
     rejected = row.get("rejected")
     if isinstance(chosen, list) and isinstance(rejected, list):  # forms 2 to 4
-        turns = utils.as_messages(chosen[:-1])  # the messages before the last one
-        if utils.as_messages(rejected[:-1]) != turns:
-            raise run.InputError("chosen and rejected must differ only in their last message")
+        turns = data.as_messages(chosen[:-1])  # the messages before the last one
+        if data.as_messages(rejected[:-1]) != turns:
+            raise utils.InputError("chosen and rejected must differ only in their last message")
         if turns and prompt is not None:
             texts = [message["content"] for message in turns]
             in_form_4 = prompt in texts
-            if not in_form_4 and utils.as_messages(prompt) != turns:  # nor in form 3
-                raise run.InputError("chosen and rejected do not begin with the prompt")
+            if not in_form_4 and data.as_messages(prompt) != turns:  # nor in form 3
+                raise utils.InputError("chosen and rejected do not begin with the prompt")
         prompt = turns or prompt  # form 2 has no turns
         chosen = chosen[-1:]  # now in form 2
         rejected = rejected[-1:]
     if prompt is None:
-        raise run.InputError(f"no prompt in the columns {', '.join(row)}")
+        raise utils.InputError(f"no prompt in the columns {', '.join(row)}")
     if chosen is None and rejected is None:
         return prompt, []
-    utils.require_columns(row, "chosen", "rejected")
+    data.require_columns(row, "chosen", "rejected")
     if chosen == rejected:
-        raise utils.SkipRow("chosen equals rejected")
+        raise data.SkipRow("chosen equals rejected")
     return prompt, [chosen, rejected]
 
 
 def encode_group(args, tokenizer, eos_ids, prompt, completions):
     """Returns one Example for each completion; if there are none, one Example with the prompt alone."""
-    prompt_ids, all_completion_ids = utils.encode(tokenizer, eos_ids, prompt, completions)
-    utils.check_prompt(args, prompt_ids)
+    prompt_ids, all_completion_ids = data.encode(tokenizer, eos_ids, prompt, completions)
+    data.check_prompt(args, prompt_ids)
     if not completions:
         return (utils.Example(prompt, prompt_ids),)
     examples = [utils.Example(prompt, prompt_ids, ids) for ids in all_completion_ids]
     examples = [example.truncate(args.max_length) for example in examples]
     if len(examples) == 2 and examples[0] == examples[1]:
-        raise utils.SkipRow("both completions are equal, maybe because they were truncated")
+        raise data.SkipRow("both completions are equal, maybe because they were truncated")
     return tuple(examples)
 
 
@@ -472,8 +473,8 @@ def load_models(args, device, longest: int):
     """
 
     def load(dtype):
-        model = utils.load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
-        utils.check_positions(model.config, longest)
+        model = run.load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
+        run.check_positions(model.config, longest)
         # Both models stay in eval mode, because dropout would make them differ at step 0.
         return shard_model(args, model, device).eval()
 
@@ -481,7 +482,7 @@ def load_models(args, device, longest: int):
     # The cast comes after sharding, so that each rank converts only its shards.
     policy = load("auto").to(torch.float32)
     # Loaded in its storage dtype, because a cast to bf16 would also round its buffers (RoPE's frequencies).
-    reference = load(utils.storage_dtype(args)).requires_grad_(False)
+    reference = load(run.storage_dtype(args)).requires_grad_(False)
     # Loading rounds some buffers (Gemma's embed_scale) to the dtype of loading, which may differ between the
     # two models. Both must use the same values.
     for name, buffer in policy.named_buffers():
@@ -564,7 +565,7 @@ def sample_round(args, sampler, policy, groups: list[tuple], number: int):
             best, worst = [sample.truncate(args.max_length) for sample in pair]
             pairs.append((best._replace(desirable=True), worst._replace(desirable=False)))
     if not pairs:
-        raise run.InputError(
+        raise utils.InputError(
             f"round {number}: no prompt's rewards differ enough: "
             "raise --temperature or lower --reward-threshold"
         )
@@ -615,7 +616,7 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
         )
         values["eval/loss"] = losses
         values["eval/accuracy"] = utils.above(margins, 0)
-        values["eval/margin"] = margins
+        values["eval/margin"] = margins  # β · nats
     # A prompt that stands in several rows is sampled once for each of them.
     prompts = [group[0] for group in held_out[: args.eval_samples]]
     samples, sample_values = sampler.evaluate(policy, prompts, initial)

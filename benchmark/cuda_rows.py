@@ -14,8 +14,8 @@ from memory import read_config
 from scripts import load_script, parse_args
 from transformers import AutoModelForCausalLM
 
-import run
 import utils
+from support import data, run, sampling
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -173,9 +173,9 @@ def sync() -> str:
 def engine() -> str:
     """Checks that vLLM changes no setting, sleeps without memory, and wakes with the policy's weights."""
     with started_script("--engine", "vllm", "--max-new-tokens", "24") as (args, device, policy, _):
-        tokenizer, eos_ids = utils.load_tokenizer(args)
-        prompts = [utils.Example("rose", utils.encode(tokenizer, eos_ids, "rose")[0])] * 16
-        sampler = utils.Sampler(args, tokenizer, eos_ids, device, longest=64)
+        tokenizer, eos_ids = data.load_tokenizer(args)
+        prompts = [utils.Example("rose", data.encode(tokenizer, eos_ids, "rose")[0])] * 16
+        sampler = sampling.Sampler(args, tokenizer, eos_ids, device, longest=64)
         before = process_state(policy)
         start = used()
         sampler.sample(policy, prompts, 1, (1, 0))  # raises if the engine has another model

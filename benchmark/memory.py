@@ -43,8 +43,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, masking_utils
 from transformers.initialization import no_init_weights
 
-import run
 import utils
+from support import run
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -97,7 +97,7 @@ def parse(flags: list[str]):
     with contextlib.redirect_stdout(sys.stderr):
         args = parse_args(script, rest)
     if own.ranks < 1 or not 0 < own.completion_share < 1:
-        raise run.InputError("--ranks must be at least 1, and --completion-share between 0 and 1")
+        raise utils.InputError("--ranks must be at least 1, and --completion-share between 0 and 1")
     if own.script == "grpo_math":
         own.batch_size = args.prompts_per_step * args.group_size
     else:
@@ -123,7 +123,9 @@ def read_config(script, flag: str, name: str, trust_remote_code: bool):
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     else:
         known = ", ".join([*PRESETS, "toy"])
-        raise run.InputError(f"{flag} {name}: pass a folder with config.json, a Hub name, or one of {known}")
+        raise utils.InputError(
+            f"{flag} {name}: pass a folder with config.json, a Hub name, or one of {known}"
+        )
     text = config.get_text_config()
     for key, value in text.to_dict().items():
         if "drop" in key and isinstance(value, float):
@@ -246,14 +248,14 @@ def fake_loss(own: Own, args, script, log_ratio, mask):
         weights = (args.beta, args.lambda_D, args.lambda_U)
         losses, *_ = script.kto_loss(clipped, mask, numbers.bool(), 0.0, *weights)
     else:
-        losses, *_ = script.grpo_loss(clipped, log_ratio, numbers, args.beta, args.epsilon)
+        losses = script.grpo_loss(clipped, log_ratio, numbers, args.beta, args.epsilon)
     return losses.sum()
 
 
 def estimate(own: Own, args, script) -> dict[str, dict[str, float]]:
     """Returns {phase: {part: GiB}} for a training step and, if the run samples, for sampling."""
     config = read_config(script, "--model", args.model, args.trust_remote_code)
-    dtype = utils.storage_dtype(args)
+    dtype = run.storage_dtype(args)
     reward_model = None
     if getattr(args, "reward_model", ""):
         reward_model = build_reward_model(args, script)

@@ -12,7 +12,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-import run  # noqa: E402
+from support import run  # noqa: E402
 
 
 def load_script(name: str):

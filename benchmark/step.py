@@ -48,8 +48,8 @@ from memory import read_config
 from scripts import ROOT, describe_commit, load_script, machine, parse_args
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import run
 import utils
+from support import data, run
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Tokens of prompt, chosen and rejected of 16 pairs: the first ones in LLaMA-Factory's data/dpo_en_demo.json
@@ -83,9 +83,9 @@ def parse(flags: list[str]):
     own, rest = tyro.cli(Own, args=flags, description=__doc__, return_unknown_args=True)
     for arm in own.arms:
         if not re.fullmatch(r"offline|k=[1-9]\d*", arm):
-            raise run.InputError(f"--arms {' '.join(own.arms)}: an arm is offline or k=N")
+            raise utils.InputError(f"--arms {' '.join(own.arms)}: an arm is offline or k=N")
     if own.trl and (own.script != "dpo" or own.pairs % (own.together * own.ranks)):
-        raise run.InputError("--trl needs --script dpo and --pairs a multiple of --together x --ranks")
+        raise utils.InputError("--trl needs --script dpo and --pairs a multiple of --together x --ranks")
     model, dtype = ("qwen2.5-1.5b", "bfloat16") if DEVICE.type == "cuda" else ("llama-26m", "float32")
     batch = own.pairs if own.script == "dpo" else 2 * own.pairs
     flags = [f"--model={model}", f"--dtype={dtype}", f"--batch-size={batch}", "--warmup-fraction=0"]
@@ -167,7 +167,7 @@ def run_arm(own: Own, kind: str, checkout: Path, flags: list[str], folder: Path)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if ended.returncode:
         errors = re.findall(r"\w*[eE]rror: .*", ended.stderr) or [ended.stderr.strip()[-200:]]
-        raise run.InputError(f"{kind} in {checkout}: {errors[0]}")
+        raise utils.InputError(f"{kind} in {checkout}: {errors[0]}")
     metrics = {"cpu": [after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime]}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         for name, value in json.loads(line).items():
@@ -272,12 +272,12 @@ def train_with_trl(together: int, flags: list[str]):
     from trl import DPOConfig, DPOTrainer
 
     args = parse_args(load_script("dpo"), flags)
-    tokenizer, eos_ids = utils.load_tokenizer(args)
+    tokenizer, eos_ids = data.load_tokenizer(args)
     rows = []
     for line in Path(args.dataset).read_text().splitlines():
         row = json.loads(line)
         texts = [row["chosen"], row["rejected"]]
-        prompt_ids, (chosen_ids, rejected_ids) = utils.encode(tokenizer, eos_ids, row["prompt"], texts)
+        prompt_ids, (chosen_ids, rejected_ids) = data.encode(tokenizer, eos_ids, row["prompt"], texts)
         rows.append({"prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids})
     of_all_ranks = together * int(os.environ.get("WORLD_SIZE", 1))
     named = ("weight_decay", "max_grad_norm", "beta", "gradient_checkpointing", "output_dir")

@@ -35,7 +35,7 @@ def execute(notebook: nbformat.NotebookNode, folder: Path):
     """Runs the notebook in a copy of the repository. The outputs are written into the notebook."""
     for path in DOCS.parent.glob("*.py"):
         shutil.copy(path, folder)
-    for name in ("docs", "paper", "toy"):
+    for name in ("docs", "paper", "support", "toy"):
         shutil.copytree(DOCS.parent / name, folder / name)
     resources = {"metadata": {"path": str(folder / "docs")}}
     NotebookClient(notebook, timeout=600, resources=resources, record_timing=False).execute()

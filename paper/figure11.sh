@@ -4,7 +4,7 @@
 #
 # `time` prints the seconds of the whole run, with loading and final/. The seconds of the steps, with sampling
 # and scoring of the rounds, are the sum of perf/step_time in runs/NAME/metrics.jsonl. The runs are Table 3's,
-# with training alone. They have no checkpoints and no evaluation, and therefore no outputs.json for
+# with training alone. They have no checkpoints and no evaluation, and therefore no samples.jsonl for
 # paper/alpaca_eval/README.md.
 #
 # The text gives no seconds, only ratios for GRPO. Offline + humanline takes about twice as long as offline,

@@ -37,7 +37,9 @@ import utils  # noqa: E402
 from paper import variants  # noqa: E402
 from paper.tokens import held_out_groups, open_run  # noqa: E402
 from paper.trials import write_csv  # noqa: E402
-from run import InputError, exit_on_input_error, library_errors  # noqa: E402
+from support import data, sampling  # noqa: E402
+from support.run import exit_on_input_error, library_errors  # noqa: E402
+from utils import InputError  # noqa: E402
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -99,12 +101,12 @@ def measure(run: Path, rows: int) -> tuple[dict, tuple]:
     groups = held_out_groups(script, args, tokenizer, eos_ids, rows)
     if len(groups[0]) == 1:
         raise InputError(f"{run}: --eval-dataset has no pairs")
-    longest = utils.longest_sequence(args, groups)
+    longest = data.longest_sequence(args, groups)
     policy, _ = script.load_models(replace(args, model=str(run / "final")), device, longest)
     _, reference = script.load_models(args, device, longest)
     # Temperature 1 and top-p 1, because the samples must have the policy's own probabilities
     unchanged = replace(args, engine="hf", reward_model="", temperature=1.0, top_p=1.0)
-    sampler = utils.Sampler(unchanged, tokenizer, eos_ids, device, longest)
+    sampler = sampling.Sampler(unchanged, tokenizer, eos_ids, device, longest)
     prompt_samples, _ = sampler.sample(policy, [group[0] for group in groups], 1, (args.seed, 2))
 
     def log_ratios(examples: list) -> tuple:

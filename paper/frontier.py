@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-import run  # noqa: E402
 import utils  # noqa: E402
+from support import run  # noqa: E402
 from toy import stories  # noqa: E402
 
 DRAWS = 2  # samples per prompt before the first and after the last step; for other checkpoints one

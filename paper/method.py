@@ -22,9 +22,9 @@ import matplotlib.pyplot as plt  # noqa: E402
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import grpo_humanline as script  # noqa: E402
-import run  # noqa: E402
 import utils  # noqa: E402
 from paper.variants import defaults  # noqa: E402
+from support import run  # noqa: E402
 
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#888888"  # colour-blind people can tell them apart
 RATIO = r"$\log\,\pi_\theta/\pi_{\mathrm{ref}}$"

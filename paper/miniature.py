@@ -170,9 +170,9 @@ def divergence(folder: Path) -> float:
     The samples come from the evaluation, with temperature 0.7 and top-p 0.95, so the mean is no exact KL.
     """
     args = json.loads((folder / "args.json").read_text())
-    samples = json.loads((folder / "outputs.json").read_text())
-    prompts = [sample["instruction"] for sample in samples]
-    completions = [sample["output"] for sample in samples]
+    samples = trials.last_samples(folder)
+    prompts = [sample["prompt"] for sample in samples]
+    completions = [sample["sample"] for sample in samples]
     initial = ROOT / args["model"]
     tokenizer = AutoTokenizer.from_pretrained(initial)
     sums = []

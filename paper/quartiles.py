@@ -19,8 +19,8 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import dpo_humanline as dpo  # noqa: E402
-import run  # noqa: E402
 import utils  # noqa: E402
+from support import data, run  # noqa: E402
 
 
 @dataclass
@@ -31,10 +31,10 @@ class Args(dpo.Args):
 def main(args: Args):
     """Writes the four files."""
     if not args.model:
-        raise run.InputError("set --model and --dataset")
+        raise utils.InputError("set --model and --dataset")
     args.max_new_tokens = 1  # nothing is sampled
     _, _, device = run.setup(args, args.batch_size)
-    tokenizer, eos_ids = utils.load_tokenizer(args)
+    tokenizer, eos_ids = data.load_tokenizer(args)
     rows = []  # those that are not skipped
     encode_row = dpo.encode_row
 
@@ -46,7 +46,7 @@ def main(args: Args):
     dpo.encode_row = encode_and_keep
     groups, _ = dpo.load_data(args, tokenizer, eos_ids)
     chosen = [pair[0] for pair in groups]
-    _, reference = dpo.load_models(args, device, utils.longest_sequence(args, groups))
+    _, reference = dpo.load_models(args, device, data.longest_sequence(args, groups))
     logps, mask = utils.completion_logps(reference, chosen, args.micro_batch_tokens)
     averages = logps.sum(1) / mask.sum(1)  # (B,)
     if dist.get_rank() == 0:

@@ -26,7 +26,9 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import utils  # noqa: E402
-from run import InputError, exit_on_input_error, find_checkpoints, library_errors, setup  # noqa: E402
+from support import data  # noqa: E402
+from support.run import exit_on_input_error, find_checkpoints, library_errors, setup  # noqa: E402
+from utils import InputError  # noqa: E402
 
 SCALE = 1.5  # log-ratio in nats of the full colours; also humanline's bound
 # Black text can be read on both colours, and colour-blind people can tell them apart.
@@ -60,7 +62,7 @@ def open_run(run: Path) -> tuple:
         args = script.Args(**saved)
     args.shard_size = 0  # sharded over all ranks that are there now
     _, _, device = setup(args, batch_size=int(os.environ.get("WORLD_SIZE", 1)))
-    tokenizer, eos_ids = utils.load_tokenizer(args)
+    tokenizer, eos_ids = data.load_tokenizer(args)
     return script, args, device, tokenizer, eos_ids
 
 
@@ -76,7 +78,7 @@ def find_checkpoint(run: Path, step: int) -> Path:
 
 def load_models(script, args, checkpoint: Path, device, groups: list[tuple]) -> tuple:
     """Loads the policy and the reference of a checkpoint, for the sequences of `groups`."""
-    models = script.load_models(args, device, utils.longest_sequence(args, groups))
+    models = script.load_models(args, device, data.longest_sequence(args, groups))
     with library_errors(f"{checkpoint} is damaged, or of another model"):
         for name, model in zip(("policy", "reference"), models):
             weights = dcp_state.get_model_state_dict(model)
@@ -111,7 +113,8 @@ def score(script, args, models: tuple, group: tuple, tokenizer) -> list[list[dic
     eps = torch.zeros_like(cut)
     if hasattr(script, "grpo_loss"):
         A = advantages(script, group).to(logps)
-        *_, eps = script.grpo_loss(clipped, log_ratio, A, args.beta, args.epsilon)
+        of_tokens = script.grpo_metrics(cut, clipped, log_ratio, A, args.epsilon)
+        eps = of_tokens["grpo/clip_fraction"].bool()
     columns = {"id": input_ids, "logp": logps, "ref_logp": ref_logps, "log_ratio": log_ratio}
     columns |= {"clipped": clipped, "cut": cut, "eps": eps}
     completions = []

@@ -2,7 +2,7 @@
 
 There are as many runs at a time as cores, and each has one thread. A finished run stays in runs/miniature and
 is used again by every plan that needs it. It is made again only after a change of what it computes: a script,
-run.py, utils.py, a variant or toy/.
+utils.py, support/, a variant or toy/.
 """
 
 import csv
@@ -28,11 +28,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "paper" / "results"
 CACHE = ROOT / "runs" / "miniature"
 sys.path.insert(0, str(ROOT))
-from run import write_file  # noqa: E402
+from support.run import write_file  # noqa: E402
 from toy import make  # noqa: E402
 
 # What a run computes depends on these files.
-CODE = ["dpo_humanline.py", "kto_humanline.py", "grpo_humanline.py", "grpo_math_humanline.py", "run.py"]
+CODE = ["dpo_humanline.py", "kto_humanline.py", "grpo_humanline.py", "grpo_math_humanline.py", "support"]
 CODE += ["utils.py", "paper/frontier.py", "paper/quartiles.py", "paper/variants.py", "toy", ":!toy/README.md"]
 FIRST_SEED = 11  # of the reported runs; smaller seeds are for tuning
 # Some errors are results. Either the policy has collapsed, so that the samples of a prompt, or of all
@@ -257,15 +257,20 @@ def read_summary(folder: Path) -> dict:
     return json.loads((folder / "summary.json").read_text())
 
 
+def last_samples(folder: Path) -> list[dict]:
+    """Returns the samples of a run's last evaluation, with the keys "prompt" and "sample"."""
+    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["step"] == lines[-1]["step"]]
+
+
 def judged(folder: Path) -> float:
     """Returns the mean score that the toy's hidden judge gives to a run's last samples."""
     model = json.loads((folder / "args.json").read_text())["model"]
     if "smollm2" in model:
         mean, *_ = read_summary(folder)["after"]["eval/accuracy"]
         return mean
-    samples = json.loads((folder / "outputs.json").read_text())
     judge = judge_of(model)
-    score = fmean(judge(sample["instruction"], sample["output"]) for sample in samples)
+    score = fmean(judge(sample["prompt"], sample["sample"]) for sample in last_samples(folder))
     if "shell_game" in model:  # its judge gives 0 to an unfinished sample
         return score
     finished, *_ = read_summary(folder)["after"].get("eval/finished", (1.0, None))

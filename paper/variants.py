@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import run  # noqa: E402
 import utils  # noqa: E402
+from support import run  # noqa: E402
 
 # The step and the tokens of the micro-batch that calls a replaced function
 LAST = SimpleNamespace(step=0, input_ids=None, mask=None)
@@ -101,13 +101,14 @@ def gspo(args, log_ratio):
 
 
 # === Losses of GRPO ===
+# The metric grpo/clip_fraction still counts the tokens that the script's clip to 1 ± ε would stop.
+
+
 def clip_higher(clipped_log_ratio, log_ratio, advantages, beta, epsilon, upper):
     """Computes DAPO's loss (2503.14476, eq. 10): the upper bound of the ratio is `upper`, not 1 + ε."""
     A = advantages.unsqueeze(-1)
     ratio = clipped_log_ratio.exp()
-    loss = penalty(log_ratio, beta) - torch.minimum(A * ratio, A * ratio.clamp(1 - epsilon, upper))
-    removed = ((A > 0) & (ratio > upper)) | ((A < 0) & (ratio < 1 - epsilon))
-    return loss, ratio.detach(), penalty(log_ratio, 1).detach(), removed
+    return penalty(log_ratio, beta) - torch.minimum(A * ratio, A * ratio.clamp(1 - epsilon, upper))
 
 
 def cispo(clipped_log_ratio, log_ratio, advantages, beta, epsilon, upper=5.0):
@@ -118,8 +119,7 @@ def cispo(clipped_log_ratio, log_ratio, advantages, beta, epsilon, upper=5.0):
     """
     ratio = clipped_log_ratio.exp()
     weight = ratio.clamp(max=upper).detach() * advantages.unsqueeze(-1)
-    loss = penalty(log_ratio, beta) - weight * clipped_log_ratio
-    return loss, ratio.detach(), penalty(log_ratio, 1).detach(), torch.zeros_like(ratio, dtype=torch.bool)
+    return penalty(log_ratio, beta) - weight * clipped_log_ratio
 
 
 def m2po(clipped_log_ratio, log_ratio, advantages, beta, epsilon, limit=0.04):
@@ -141,8 +141,7 @@ def m2po(clipped_log_ratio, log_ratio, advantages, beta, epsilon, limit=0.04):
     kept = ordered[means <= limit]
     largest = kept[-1] if len(kept) else 0.0
     removed = stoppable & (squares > largest)
-    loss = penalty(log_ratio, beta) - A * torch.where(removed, ratio.detach(), ratio)
-    return loss, ratio.detach(), penalty(log_ratio, 1).detach(), removed
+    return penalty(log_ratio, beta) - A * torch.where(removed, ratio.detach(), ratio)
 
 
 def no_reference(clipped_log_ratio, log_ratio, advantages, beta, epsilon):
@@ -152,8 +151,7 @@ def no_reference(clipped_log_ratio, log_ratio, advantages, beta, epsilon):
     is constant.
     """
     ratio = (clipped_log_ratio - clipped_log_ratio.detach()).exp()
-    loss = -advantages.unsqueeze(-1) * ratio
-    return loss, ratio.detach(), penalty(log_ratio, 1).detach(), torch.zeros_like(ratio, dtype=torch.bool)
+    return -advantages.unsqueeze(-1) * ratio
 
 
 def penalty(log_ratio, beta):
@@ -180,7 +178,9 @@ def sync_after_update(script):
 
     def load_and_remember(args, *rest):
         if getattr(args, "online", True):  # grpo_math, which has no such flag, always samples
-            raise run.InputError("trust-region is for offline data: an online round must sync when it starts")
+            raise utils.InputError(
+                "trust-region is for offline data: an online round must sync when it starts"
+            )
         state.k = args.k
         state.policy, state.reference = load_models(args, *rest)
         return state.policy, state.reference
@@ -204,7 +204,7 @@ VARIANTS = {  # {name: (a function of the script, what replaces it)}
     "icepop": ("clip_log_ratio", icepop),
     "gspo": ("clip_log_ratio", gspo),
     "m2po": ("grpo_loss", m2po),
-    "last-number": ("grade", grade_last_number),
+    "last-number": ("GRADE", grade_last_number),
     "no-reference": ("grpo_loss", no_reference),
 }
 

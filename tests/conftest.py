@@ -56,7 +56,7 @@ PORTS = itertools.count(FIRST_PORT + 1_000 * WORKER)
 
 def parse_args(script, flags: list[str]):
     """Args of an imported script, from flags as in a shell."""
-    import run
+    from support import run
 
     return run.parse_args(
         script.Args,
@@ -166,8 +166,8 @@ def run_edited(folder: Path, old: str, new: str, *flags) -> subprocess.Completed
     text = (ROOT / "dpo_humanline.py").read_text()
     assert text.count(old) == 1
     (folder / "edited.py").write_text(text.replace(old, new))
-    for name in ("run.py", "utils.py"):
-        shutil.copy(ROOT / name, folder)
+    shutil.copy(ROOT / "utils.py", folder)
+    shutil.copytree(ROOT / "support", folder / "support")
     answers = {"chosen": "rose iris", "rejected": "iris"}
     data = write_rows(
         folder / "data.jsonl", [{"prompt": f"for {name}"} | answers for name in ("king", "queen")]

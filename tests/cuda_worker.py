@@ -27,6 +27,7 @@ from transformers import modeling_utils
 from worker import argument_lists
 
 import utils
+from support import sampling
 
 GPU = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 CPU = torch.device("cpu")
@@ -209,7 +210,7 @@ def pretended(script):
         stream=contextlib.nullcontext,
         current_stream=lambda device=None: STREAM,
     )
-    load_reward_model = utils.load_reward_model
+    load_reward_model = sampling.load_reward_model
     sync = script.sync_reference
 
     def load_and_keep_reward_model(args):
@@ -231,7 +232,7 @@ def pretended(script):
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
         stack.enter_context(patch.object(script, "sync_reference", sync_reference))
-        stack.enter_context(patch.object(utils, "load_reward_model", load_and_keep_reward_model))
+        stack.enter_context(patch.object(sampling, "load_reward_model", load_and_keep_reward_model))
         stack.enter_context(patch.object(utils, "varlen_attn", varlen_attn))
         stack.enter_context(patch.object(dist, "init_process_group", init_process_group))
         for outer, inner in ((DTensor, "_local_tensor"), (AsyncCollectiveTensor, "elem")):

@@ -12,6 +12,7 @@ from worker import argument_lists
 
 import dpo_humanline as script
 import utils
+from support import data, sampling
 
 
 def process_state() -> dict:
@@ -36,17 +37,17 @@ def add_noise(policy):
 
 def look(model: str, top_p: str) -> dict:
     policy = fully_shard(AutoModelForCausalLM.from_pretrained(model), reshard_after_forward=True)
-    tokenizer, eos_ids = utils.load_tokenizer(script.Args(model=model))
+    tokenizer, eos_ids = data.load_tokenizer(script.Args(model=model))
     prompts = []
     for row in read_rows(TOY / "prompts_test.jsonl.gz")[:64]:
-        prompt_ids, _ = utils.encode(tokenizer, eos_ids, row["prompt"])
+        prompt_ids, _ = data.encode(tokenizer, eos_ids, row["prompt"])
         prompts.append(utils.Example(row["prompt"], prompt_ids))
     flags = ["--model", model, "--dataset", "none.jsonl", "--temperature", "0.7", "--top-p", top_p]
     flags += ["--max-prompt-length", "4096", "--max-new-tokens", "12"]  # more than the toy's positions
     samplers = {}
     for engine in ("vllm", "hf"):
         args = parse_args(script, [*flags, "--engine", engine])
-        samplers[engine] = utils.Sampler(args, tokenizer, eos_ids, torch.device("cpu"), 64)
+        samplers[engine] = sampling.Sampler(args, tokenizer, eos_ids, torch.device("cpu"), 64)
 
     def sample(engine: str) -> dict:
         samples, metrics = samplers[engine].sample(policy, prompts, 1, (1, 2))

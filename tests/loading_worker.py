@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from worker import argument_lists
 
 import dpo_humanline as script
-import run
 import utils
+from support import run
 
 
 def load(folder: str, dtype: str):

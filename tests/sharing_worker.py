@@ -3,9 +3,9 @@
 import torch.distributed as dist
 import worker
 
-import utils
+from support import sampling
 
-generate = utils.TransformersEngine.generate
+generate = sampling.TransformersEngine.generate
 
 
 def generate_alike(self, batches):
@@ -18,6 +18,6 @@ def generate_alike(self, batches):
 
 
 if __name__ == "__main__":
-    utils.TransformersEngine.ranks = 2
-    utils.TransformersEngine.generate = generate_alike
+    sampling.TransformersEngine.ranks = 2
+    sampling.TransformersEngine.generate = generate_alike
     worker.main()

@@ -4,10 +4,10 @@ import os
 
 import worker
 
-import utils
+from support import sampling
 
 if __name__ == "__main__":
-    update = utils.TransformersEngine.update
+    update = sampling.TransformersEngine.update
     updated = []
 
     def update_once(engine, weights):
@@ -16,5 +16,5 @@ if __name__ == "__main__":
             update(engine, iter(weights))
         updated.append(True)
 
-    utils.TransformersEngine.update = update_once
+    sampling.TransformersEngine.update = update_once
     worker.main()

@@ -47,6 +47,7 @@ def test_the_command_judges_every_output_with_our_annotator_and_the_packages_pro
     run = ["--model", str(TOY / "policy"), "--dataset", PAIRS, "--eval-dataset", data]
     run += ["--num-steps", "1", "--batch-size", "8", "--max-new-tokens", "16"]
     run_ranks(1, [[*run, "--output-dir", str(tmp_path / "mine")]])
+    subprocess.run([sys.executable, ROOT / "paper/alpaca_eval/outputs.py", tmp_path / "mine"], check=True)
     outputs = json.loads((tmp_path / "mine" / "outputs.json").read_text())
     assert [row["instruction"] for row in outputs] == [row["instruction"] for row in REFERENCE]
 

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from worker import run_here
 
-import run
+import utils
+from support import run
 
 PEOPLE = "king queen duke boy prince cook baker smith girl clerk pupil twin".split()
 ROWS = [{"prompt": f"for {who}", "chosen": "rose iris", "rejected": "holly"} for who in PEOPLE]
@@ -147,10 +148,18 @@ def test_a_malformed_row_names_file_and_line(refused, tmp_path, row, said):
     assert told.startswith(f"{path}, line 5: ") and said in told
 
 
+@pytest.mark.parametrize("value", [None, (1, -2), ["a"]], ids=repr)
+def test_a_flag_of_ones_own_may_have_any_type(script, value):
+    """A range was expected of all flags but texts."""
+    args = script.Args(model="m", dataset="d")
+    args.own = value
+    run.check_flags(args, 8)
+
+
 def test_data_that_do_not_fit_the_flags_say_both(refused, script, good, tmp_path):
     assert f"--dataset {good}: 4 rows, but a step needs " in refused("--batch-size", 16)
     told = refused("--max-prompt-length", 1)
-    assert ": prompt longer than --max-prompt-length; 90% of all prompts have at most " in told
+    assert told.endswith(": prompt longer than --max-prompt-length")
     path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": row["prompt"]} for row in ROWS])
     told = refused("--dataset", path)
     assert told.startswith(f"--dataset {path}: ") and told.endswith("--online")
@@ -183,7 +192,7 @@ def test_every_number_has_a_range(script):
         wrong += [1] * (field.name == "group_size")
         for value in wrong * (field.type in (int, float)):
             flag = field.name.replace("_", "-")
-            with pytest.raises(run.InputError, match=f"^--{flag} {value} is out of range$"):
+            with pytest.raises(utils.InputError, match=f"^--{flag} {value} is out of range$"):
                 run.check_flags(replace(args, **{field.name: value}), 4)
 
 

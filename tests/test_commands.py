@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT, parse_args
 from torch.distributed.run import parse_args as parse_torchrun
 
-from run import check_flags
+from support.run import check_flags
 
 PAGES = [
     ROOT / "README.md",

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from test_cuda_branch import GROUPED
 from torch.nn.attention import varlen
 
-import run
 import utils
+from support import run
 
 
 def check(root, *rows) -> tuple[int, dict[str, tuple[str, str]]]:

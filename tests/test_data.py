@@ -13,6 +13,7 @@ import datasets
 import pytest
 import torch
 from conftest import TOY, write_rows
+from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -20,8 +21,8 @@ import dpo_humanline
 import grpo_humanline
 import grpo_math_humanline
 import kto_humanline
-import run
 import utils
+from support import data, run
 from utils import Example, pad_batch, token_logps
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -101,7 +102,7 @@ def test_paired_formats_give_the_same_pairs(load, row):
         ["<s><|user|>Hi</s><|assistant|>", "Hello!</s>", "Go.</s>"],
         ["<s><|user|>Bye</s><|assistant|>", "See you</s>", "Good</s>"],
     ]
-    assert re.search(r": 2 rows; 90% of all prompts have at most \d+ tokens, the longest \d+\n$", told)
+    assert told.endswith(": 2 rows\n")
 
 
 @pytest.mark.parametrize("as_messages", [False, True])
@@ -115,7 +116,7 @@ def test_labels_and_scores_give_the_halves_of_pairs(load, as_messages):
     groups, told = load(labelled, script=kto_humanline)
     plain = lambda x: x._replace(prompt="", desirable=None)  # a text or messages
     assert [plain(x) for (x,) in groups] == [plain(x) for pair in pairs for x in pair]
-    assert [x.desirable for (x,) in groups] == [True, False] * 2 and ": 4 rows; " in told
+    assert [x.desirable for (x,) in groups] == [True, False] * 2 and ": 4 rows\n" in told
     for pair in load(ROWS, script=kto_humanline)[0]:
         assert [x.desirable for x in pair] == [True, False]
     for pair in load(ROWS, script=grpo_humanline)[0]:
@@ -260,7 +261,7 @@ def test_every_end_of_turn_of_the_model_is_known(tmp_path):
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
 
     def load(model, **flags):
-        return utils.load_tokenizer(dpo_humanline.Args(model=str(model), **flags))
+        return data.load_tokenizer(dpo_humanline.Args(model=str(model), **flags))
 
     tokenizer, eos_ids = load(tmp_path / "model", eos_token="rose")
     assert eos_ids == {1, 7, tokenizer.convert_tokens_to_ids("rose")}
@@ -271,6 +272,26 @@ def test_every_end_of_turn_of_the_model_is_known(tmp_path):
     assert load(tmp_path / "model")[1] == {5, 6, 7}
     (tmp_path / "model" / "generation_config.json").unlink()
     assert load(tmp_path / "model")[1] == {5, 6, 7}
+
+
+def test_a_failed_connection_is_no_missing_generation_config(monkeypatch):
+    """Then the EOS ids of the file were missing without a word. Not every model has the file."""
+    from_pretrained = data.GenerationConfig.from_pretrained
+    monkeypatch.setattr(data.GenerationConfig, "from_pretrained", lambda name: from_pretrained("some/model"))
+    monkeypatch.setattr(data, "is_offline_mode", lambda: False)
+    errors = []
+
+    def download(*arguments, **options):
+        raise errors.pop()
+
+    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", download)
+    missing = RemoteEntryNotFoundError.__new__(RemoteEntryNotFoundError)  # its __init__ needs a response
+    errors.append(missing)
+    args = dpo_humanline.Args(model=str(TOY / "policy"))
+    assert data.load_tokenizer(args)[1] == {5}
+    errors.append(LocalEntryNotFoundError("no connection"))
+    with pytest.raises(utils.InputError, match="^--model .*: OSError: We couldn't connect to"):
+        data.load_tokenizer(args)
 
 
 # --- what is left out ---
@@ -288,7 +309,6 @@ def test_rows_that_cannot_train_are_counted_by_reason_and_the_others_keep_their_
         "3 skipped, the first in line 1: completion empty",
         "1 skipped, the first in line 5: chosen equals rejected",
         "1 skipped, the first in line 7: prompt longer than --max-prompt-length",
-        "90% of all prompts have at most 34 tokens, the longest 34",
     ]
     groups, told = load([PAIR | {"prompt": prompt} for prompt in ("", " \n", [U("")])])
     assert groups == [] and "3 skipped, the first in line 1: prompt empty" in told

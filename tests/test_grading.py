@@ -12,8 +12,10 @@ import pytest
 from conftest import ROOT, SHARED, read_rows
 
 import grpo_math_humanline
-import run
-from grpo_math_humanline import gold_answer, grade_all, grade_samples, keep_gradable, start_grader
+import utils
+from grpo_math_humanline import gold_answer, grade_samples, keep_gradable
+from support import grading
+from support.grading import grade, start_grader
 from utils import Example
 
 ENDLESS = "9^{9^{9^{9}}}"
@@ -110,6 +112,10 @@ ODD = ["", " \n ", "\0\1\0", "\ud800\udfff", "\\" * 10001, r"\boxed{" * 20000, r
 
 
 pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def grade_all(grader, jobs):
+    return grading.grade_all(grader, grade, jobs)
 
 
 @pytest.fixture(scope="module")
@@ -251,17 +257,17 @@ def test_a_gold_answer_is_the_answer_or_the_boxed_solution(row, gold):
 
 @pytest.mark.parametrize("row", [{"level": 5}, {"answer": [5]}, {"answer": True}, {"solution": 5}])
 def test_a_row_without_answer_or_with_another_type_is_refused(row):
-    with pytest.raises(run.InputError, match="a problem needs an answer"):
+    with pytest.raises(utils.InputError, match="a problem needs an answer"):
         gold_answer(row)
 
 
 def test_gold_answers_without_a_value_are_dropped_and_counted(grader, capsys, monkeypatch):
-    monkeypatch.setattr(grpo_math_humanline, "TIME_LIMIT", 1.0)
+    monkeypatch.setattr(grading, "TIME_LIMIT", 1.0)
     answers = ["5", "", ENDLESS, "so \\boxed{5}.", r"\frac\pi 4", " "]
     groups = [(Example("", [], answer=answer),) for answer in answers]
     assert keep_gradable(grader, "x.jsonl", groups, 1) == [groups[0], groups[3], groups[4]]
     assert "3 of 6 gold answers can be graded, the first that cannot is ''" in capsys.readouterr().out
-    with pytest.raises(run.InputError, match="^x.jsonl: 0 of 12 gold answers can be graded"):
+    with pytest.raises(utils.InputError, match="^x.jsonl: 0 of 12 gold answers can be graded"):
         keep_gradable(grader, "x.jsonl", groups[1:2] * 12, 1)
 
 
@@ -269,7 +275,7 @@ def test_gold_answers_without_a_value_are_dropped_and_counted(grader, capsys, mo
 
 
 def test_bombs_cost_the_time_limit_and_not_the_run(grader, monkeypatch):
-    monkeypatch.setattr(grpo_math_humanline, "TIME_LIMIT", 1.0)
+    monkeypatch.setattr(grading, "TIME_LIMIT", 1.0)
     texts = [*BOMBS.values(), *ODD, "5", "6"]
     group = tuple(Example("", [], text=text, answer="5") for text in texts)
     _, rewards, stopped = grade_samples(grader, [group])
@@ -284,7 +290,7 @@ def test_memory_is_limited(grader):
     grader.schedule(bytearray, (2**28,)).result()  # and its copies on the way back
 
 
-@pytest.mark.parametrize("pattern", [*grpo_math_humanline.REWRITES, grpo_math_humanline.ANSWER_IS])
+@pytest.mark.parametrize("pattern", [*grading.REWRITES, grading.ANSWER_IS])
 def test_no_pattern_takes_more_than_linear_time(pattern):
     """The parser behind them may: it has its time limit."""
     units = [".", "5 ", "5,", "$", "{", "a", "a ", "answer ", "A:", "]."]
@@ -312,7 +318,7 @@ def test_workers_end_when_the_run_is_killed():
 
     code = f"""
 import os, time
-from grpo_math_humanline import grade, start_grader
+from support.grading import grade, start_grader
 if __name__ == "__main__":
     pool = start_grader()
     server = pool.schedule(os.getppid).result()

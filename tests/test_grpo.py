@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, agree, metrics, read_pool, read_rows, run_layouts, write_rows
+from conftest import ROOT, agree, metrics, read_pool, read_rows, run_layouts, run_ranks, write_rows
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -14,8 +14,9 @@ from trl import GRPOConfig, GRPOTrainer
 from worker import run_here
 
 import grpo_humanline
-from grpo_humanline import Args, encode_row, group_advantages, grpo_loss, make_group
-from utils import Example, SkipRow, load_tokenizer, pad_rows
+from grpo_humanline import Args, encode_row, group_advantages, grpo_loss, grpo_metrics, make_group
+from support.data import SkipRow, load_tokenizer
+from utils import Example, pad_rows
 
 TOY = ROOT / "toy" / "tales"
 RUN = ["--num-steps", "4", "--warmup-fraction", "0", "--batch-size", "16", "--lr", "3e-3", "--beta", "0.1"]
@@ -71,8 +72,11 @@ def loss_and_slope(log_ratio, A, low=LOW, high=HIGH, epsilon=EPSILON, beta=BETA)
 def test_loss_and_gradient_equal_equation_1_by_hand():
     log_ratio = torch.tensor([RATIOS] * 3, dtype=torch.float64, requires_grad=True)
     A = torch.tensor([1.3, -0.7, 0.0], dtype=torch.float64)
-    loss, ratio, k3, removed = grpo_loss(log_ratio.clamp(LOW, HIGH), log_ratio, A, BETA, EPSILON)
-    assert removed.tolist() == [[x > 0.15 for x in RATIOS], [x < -0.17 for x in RATIOS], [False] * 9]
+    clipped = log_ratio.clamp(LOW, HIGH)
+    loss = grpo_loss(clipped, log_ratio, A, BETA, EPSILON)
+    found = grpo_metrics(loss, clipped, log_ratio, A, EPSILON)
+    _, ratio, k3, stopped = found.values()
+    assert stopped.tolist() == [[x > 0.15 for x in RATIOS], [x < -0.17 for x in RATIOS], [False] * 9]
     loss.sum().backward()
     for i in range(3):
         for t, x in enumerate(RATIOS):
@@ -89,13 +93,34 @@ def test_advantages_by_hand():
         ([1, 2, 3, 6], expected),
         ([0.3, 0.3, 0.3], [0, 0, 0]),
         ([0.5, 0.1], [1, -1]),
-        ([0, 1e-200], [-1, 1]),
-        ([3e307, -3e307], [1, -1]),
-        ([1, 1 + 1e-15], [-1, 1]),
+        ([0, 1e-100], [-1, 1]),
+        ([3e100, -3e100], [1, -1]),
     ):
         both = torch.tensor([rewards, rewards[::-1]], dtype=torch.float64)
         found = group_advantages(both).tolist()
         assert found == [pytest.approx(wanted, rel=1e-12), pytest.approx(wanted[::-1], rel=1e-12)]
+
+
+def test_a_reward_that_is_nan_is_not_hidden():
+    """It gave the whole group an advantage of 0, and such a run trained on nothing."""
+    assert group_advantages(torch.tensor([[1.0, math.nan], [1.0, 0.0]])).isnan().tolist() == [
+        [True] * 2,
+        [False] * 2,
+    ]
+
+
+def test_a_row_with_one_completion_is_skipped_with_its_reason():
+    tokenizer, eos_ids = load_tokenizer(Args(model=str(TOY / "policy")))
+    row = {"prompt": "for king", "completions": ["queen"], "scores": [1.0]}
+    with pytest.raises(SkipRow, match="it has one completion"):
+        encode_row(Args(), tokenizer, eos_ids, row)
+
+
+def test_a_clip_of_another_shape_is_told(data, tmp_path, monkeypatch):
+    """It would broadcast to the shape that the loss must have."""
+    monkeypatch.setattr(grpo_humanline, "clip_log_ratio", lambda args, log_ratio: log_ratio[:, :1])
+    with pytest.raises(ValueError, match="clip_log_ratio returned a tensor of shape"):
+        train(*RUN, "--dataset", data["pairs"], "--output-dir", tmp_path / "run")
 
 
 def test_best_and_worst_make_a_group_of_two_and_a_larger_group_keeps_all():
@@ -331,3 +356,28 @@ def test_rewards_not_finite_or_all_equal_stop_a_round(data, tmp_path, capsys, fa
     with pytest.raises(SystemExit):
         train(*ONLINE, *flags, "--output-dir", tmp_path / "run")
     assert said in capsys.readouterr().err
+
+
+ONE_ROUND = ["--online", "--reward-model", "", "--round-prompts", "1", "--engine", "hf", "--num-steps", "1"]
+ONE_ROUND += ["--max-new-tokens", "8", "--eval-dataset", "", "--batch-size", "2"]
+
+
+@pytest.mark.parametrize(
+    "rewards", [[math.nan] + [1.0] * 7, [1.0] * 7, [[1.0]] * 8], ids=["nan", "7", "shape"]
+)
+def test_rewards_of_a_function_that_are_missing_or_not_finite_end_the_run(
+    rewards, tmp_path, monkeypatch, capsys
+):
+    """A nan trained on nothing, and samples without a reward were dropped."""
+    monkeypatch.setattr(grpo_humanline, "SCORE", lambda samples: torch.tensor(rewards))
+    with pytest.raises(SystemExit):
+        train(*ONE_ROUND, "--output-dir", tmp_path / "run")
+    assert "error: sampling: the reward of a sample is missing or not finite" in capsys.readouterr().err
+
+
+def test_all_ranks_get_the_rewards_of_rank_0(tmp_path):
+    """Rewards that differ between two calls, as a judge's may, gave the ranks different batches."""
+    flags = [*ONE_ROUND, "--num-steps", "3", "--batch-size", "8", "--round-prompts", "8"]
+    flags += ["--checkpoint-every", "0", "--output-dir", str(tmp_path / "run")]
+    run_ranks(2, [flags], "judging_worker.py", "grpo_humanline")
+    assert len(metrics(tmp_path / "run")) == 3

@@ -54,9 +54,10 @@ import dpo_humanline
 import grpo_humanline
 import grpo_math_humanline
 import kto_humanline
-import run
 import utils
-from utils import Example, SkipRow
+from support import data, grading, run, sampling
+from support.data import SkipRow
+from utils import Example
 
 SHORT = ["--dataset", PAIRS, "--eval-dataset", "", "--num-steps", "2", "--batch-size", "4"]
 SHORT += ["--max-prompt-length", "32", "--max-length", "64", "--max-new-tokens", "8"]
@@ -169,11 +170,11 @@ def test_on_the_cpu_the_toy_computes_in_float64_and_another_model_in_float32(fla
 
 @pytest.mark.parametrize(("engine", "taken"), [("hf", "TransformersEngine"), ("auto", "VllmEngine")])
 def test_an_engine_that_is_asked_for_is_taken_although_vllm_is_installed(engine, taken, monkeypatch):
-    monkeypatch.setattr(utils, "find_spec", lambda name: True)
+    monkeypatch.setattr(sampling, "find_spec", lambda name: True)
     for name in ("TransformersEngine", "VllmEngine"):
-        monkeypatch.setattr(utils, name, lambda *arguments, name=name: name)
+        monkeypatch.setattr(sampling, name, lambda *arguments, name=name: name)
     args = dpo_humanline.Args(engine=engine)
-    sampler = utils.Sampler(args, SimpleNamespace(chat_template=None), set(), torch.device("cpu"), 64)
+    sampler = sampling.Sampler(args, SimpleNamespace(chat_template=None), set(), torch.device("cpu"), 64)
     sampler.start_engine()
     assert sampler.engine == taken
 
@@ -199,28 +200,28 @@ def test_a_file_is_read_anew_although_its_name_and_time_are_the_same(kind, tmp_p
             text = json.dumps(rows[0]).encode()
             path.write_bytes(gzip.compress(text) if kind.endswith("gz") else text)
         os.utime(path, (10**9, 10**9))
-        assert [row for _, row in run.read_rows(str(path), "train")] == rows
+        assert [row for _, row in data.read_rows(str(path), "train")] == rows
 
 
 def test_a_folder_in_the_place_of_a_file_is_named(tmp_path):
     (tmp_path / "rows.jsonl").mkdir()
     for path in (tmp_path / "rows.jsonl", tmp_path):
-        with pytest.raises(run.InputError, match=f"^{path}: "):
-            list(run.read_rows(str(path), "train"))
+        with pytest.raises(utils.InputError, match=f"^{path}: "):
+            list(data.read_rows(str(path), "train"))
 
 
 @pytest.mark.parametrize("name", ALL_SCRIPTS)
 @pytest.mark.parametrize("row", [None, "text", 5, ["prompt"]], ids=repr)
 def test_a_row_that_is_no_object_is_told(name, row):
     script = importlib.import_module(name)
-    with pytest.raises(run.InputError, match="a row must be an object"):
+    with pytest.raises(utils.InputError, match="a row must be an object"):
         script.encode_row(script.Args(), None, set(), row)
 
 
 @pytest.mark.parametrize("label", [None, -1, 2, "yes", []], ids=repr)
 def test_a_label_that_is_not_true_or_false_is_told(label):
     row = {"prompt": "about cat", "completion": "the cat .", "label": label}
-    with pytest.raises(run.InputError, match="label must be true or false"):
+    with pytest.raises(utils.InputError, match="label must be true or false"):
         kto_humanline.encode_row(kto_humanline.Args(), None, set(), row)
 
 
@@ -235,15 +236,15 @@ def test_a_label_that_is_not_true_or_false_is_told(label):
 )
 def test_what_a_template_raises_is_told_of_the_template(template, said):
     tokenizer = bytes_or_pieces("bytes", template)
-    with pytest.raises(run.InputError, match=f"^the chat template: .*{said}"):
+    with pytest.raises(utils.InputError, match=f"^the chat template: .*{said}"):
         encode_one(tokenizer, PROMPT)
 
 
 def test_a_template_file_that_is_no_text_names_its_flag(tmp_path):
     (tmp_path / "own.jinja").write_bytes(b"\xff\xfe{{ messages }}")
     args = dpo_humanline.Args(model=str(TOY / "policy"), chat_template=str(tmp_path / "own.jinja"))
-    with pytest.raises(run.InputError, match="^--chat-template"):
-        utils.load_tokenizer(args)
+    with pytest.raises(utils.InputError, match="^--chat-template"):
+        data.load_tokenizer(args)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_think.jinja", "qwen3_6.jinja"])
@@ -265,10 +266,18 @@ def test_a_log_prob_of_exactly_zero_stays_in_the_mask(one_rank):
     examples = [Example("", [0, 0], [0, 0, 0]), Example("", [0], [0])]
     logps, mask = utils.completion_logps(model, examples, 0)
     assert not logps.any() and mask.sum(1).tolist() == [3, 1]
-    means = run.Means()
+    means = utils.Means()
     means.add({"loss": logps + 1}, mask)
     means.add({"loss": logps}, mask)
     assert means.reduce() == {"loss": 0.5}
+
+
+def test_a_run_that_does_not_sample_needs_no_positions_for_samples():
+    """Otherwise GPT-2, with 1024 positions, could not train with the default of --max-new-tokens."""
+    groups = [(Example("", [1] * 5, [2] * 7),)]
+    assert data.longest_sequence(dpo_humanline.Args(), groups) == 12
+    assert data.longest_sequence(dpo_humanline.Args(eval_dataset="x"), groups) == 5 + 2048
+    assert data.longest_sequence(grpo_math_humanline.Args(), groups) == 5 + 2048
 
 
 def test_a_pass_of_an_evaluation_is_as_wide_as_its_own_longest_sequence(one_rank):
@@ -307,7 +316,7 @@ def test_samples_are_cut_after_they_are_scored_and_get_no_end_of_turn(script):
 
 
 def test_samples_of_problems_are_cut_after_they_are_graded(monkeypatch):
-    monkeypatch.setattr(grpo_math_humanline, "grade_all", lambda grader, jobs: [True] * len(jobs))
+    monkeypatch.setattr(grading, "grade_all", lambda grader, grade, jobs: [True] * len(jobs))
     args = grpo_math_humanline.Args(max_length=6, prompts_per_step=1, group_size=2, num_steps=1)
     problem = (Example("x", [1, 2], answer="4"),)
     (group,), _ = grpo_math_humanline.sample_round(args, FixedSampler((9, 1)), None, None, [problem], 0)
@@ -328,14 +337,14 @@ def test_mismatched_sequences_are_at_most_as_long_as_any_other():
 
 def test_a_classifier_is_no_policy_and_a_causal_model_judges_nothing(one_rank, tmp_path):
     """Their missing heads would have random weights."""
-    with pytest.raises(run.InputError, match="its files have no lm_head.weight"):
-        utils.load_pretrained(AutoModelForCausalLM, str(TOY / "reward_model"), "auto", False)
+    with pytest.raises(utils.InputError, match="its files have no lm_head.weight"):
+        run.load_pretrained(AutoModelForCausalLM, str(TOY / "reward_model"), "auto", False)
     shutil.copytree(TOY / "policy", tmp_path / "judge")
     config = json.loads((tmp_path / "judge" / "config.json").read_text())
     for labels in ({}, {"num_labels": 1}):
         (tmp_path / "judge" / "config.json").write_text(json.dumps(config | labels))
-        with pytest.raises(run.InputError, match="--reward-model .*: its files have no score.weight"):
-            utils.load_reward_model(dpo_humanline.Args(reward_model=str(tmp_path / "judge")))
+        with pytest.raises(utils.InputError, match="--reward-model .*: its files have no score.weight"):
+            sampling.load_reward_model(dpo_humanline.Args(reward_model=str(tmp_path / "judge")))
 
 
 def test_weights_that_the_model_does_not_have_are_named(one_rank, tmp_path):
@@ -347,7 +356,7 @@ def test_weights_that_the_model_does_not_have_are_named(one_rank, tmp_path):
     handler = logging.StreamHandler(said)
     logging.getLogger("transformers").addHandler(handler)
     try:
-        utils.load_pretrained(AutoModelForCausalLM, str(tmp_path / "model"), "auto", False)
+        run.load_pretrained(AutoModelForCausalLM, str(tmp_path / "model"), "auto", False)
     finally:
         logging.getLogger("transformers").removeHandler(handler)
     assert re.search(r"model\.layers\.1\.mlp\.up_proj\.weight .*UNEXPECTED", said.getvalue())
@@ -384,7 +393,7 @@ def test_what_a_library_changes_in_the_process_is_as_before():
     os.environ["GUARD"] = "as before"
     torch.manual_seed(3)
     state, precision = torch.get_rng_state(), torch.get_float32_matmul_precision()
-    with utils.preserve_process_state(torch.device("cpu")):
+    with sampling.preserve_process_state(torch.device("cpu")):
         del os.environ["GUARD"]
         os.environ["GUARD_2"] = "new"
         torch.rand(9)
@@ -565,20 +574,20 @@ def test_an_empty_template_file_is_told(tmp_path):
     """The texts were joined as if no template was wanted."""
     (tmp_path / "own.jinja").write_text("")
     args = dpo_humanline.Args(model=str(TOY / "policy"), chat_template=str(tmp_path / "own.jinja"))
-    with pytest.raises(run.InputError, match="--chat-template"):
-        utils.load_tokenizer(args)
+    with pytest.raises(utils.InputError, match="--chat-template"):
+        data.load_tokenizer(args)
 
 
 @pytest.mark.parametrize("keeps", ["m.content[:-3]", "m.content | upper", "m.content.split('</think>')[-1]"])
 def test_a_reward_model_whose_template_changes_an_unfinished_sample_still_scores_it(one_rank, keeps):
     """Templates of thinking models drop the thought, and the run ended in mid-training."""
     args = dpo_humanline.Args(reward_model=str(TOY / "reward_model"))
-    model, tokenizer = utils.load_reward_model(args)
+    model, tokenizer = sampling.load_reward_model(args)
     tokenizer.chat_template = "{% for m in messages %}{{ " + keeps + " + ' ' + '<|end|>' }}{% endfor %}"
     sample = Example("for king", [], text="rose </think> iris lily", finished=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(utils, "mostly_unknown", lambda *arguments: False)  # of upper case
-        assert utils.reward_scores(model, tokenizer, torch.device("cpu"), "\n", [sample]).isfinite().all()
+        patch.setattr(sampling, "mostly_unknown", lambda *arguments: False)  # of upper case
+        assert sampling.reward_scores(model, tokenizer, torch.device("cpu"), "\n", [sample]).isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -590,22 +599,22 @@ def test_a_sample_that_a_reward_model_cannot_read_is_told(one_rank, sizes, said)
     model = AutoModelForSequenceClassification.from_config(GPT2Config(**config | sizes)).eval()
     tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
     sample = Example("for king", [], text="rose iris lily", finished=True)
-    with pytest.raises(run.InputError, match=said):
-        utils.reward_scores(model, tokenizer, torch.device("cpu"), "\n", [sample])
+    with pytest.raises(utils.InputError, match=said):
+        sampling.reward_scores(model, tokenizer, torch.device("cpu"), "\n", [sample])
 
 
 def test_a_padding_token_beyond_a_reward_models_embedding_changes_nothing(one_rank):
     args = dpo_humanline.Args(reward_model=str(TOY / "reward_model"))
-    model, tokenizer = utils.load_reward_model(args)
+    model, tokenizer = sampling.load_reward_model(args)
     samples = [Example("for king", [], text=text) for text in ("rose", "rose iris lily")]
-    expected = utils.reward_scores(model, tokenizer, torch.device("cpu"), "", samples)
+    expected = sampling.reward_scores(model, tokenizer, torch.device("cpu"), "", samples)
     model.config.pad_token_id = 999
-    found = utils.reward_scores(model, tokenizer, torch.device("cpu"), "", samples)
+    found = sampling.reward_scores(model, tokenizer, torch.device("cpu"), "", samples)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("script", [dpo_humanline, kto_humanline, grpo_humanline], ids=lambda x: x.__name__)
 def test_one_sample_a_prompt_makes_no_pair_and_is_refused(script):
     args = script.Args(dataset="any", samples_per_prompt=1)
-    with pytest.raises(run.InputError, match="--samples-per-prompt 1 is out of range"):
+    with pytest.raises(utils.InputError, match="--samples-per-prompt 1 is out of range"):
         run.check_flags(args, 4)

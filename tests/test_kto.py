@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 from worker import run_here
 
 import kto_humanline
-import run
+import utils
 from kto_humanline import Args, best_and_worst, encode_row, kto_loss, mismatch
-from utils import Example, load_tokenizer, pad_batch, token_logps
+from support.data import load_tokenizer
+from utils import Example, pad_batch, token_logps
 
 TOY = ROOT / "toy" / "tales"
 RUN = ["--num-steps", "4", "--warmup-fraction", "0", "--batch-size", "16", "--k", "2", "--eval-dataset", ""]
@@ -62,7 +63,7 @@ def test_mismatch_takes_the_completion_of_the_next_example_with_another_prompt()
     found = [(x.prompt_ids, x.completion_ids) for x in mismatch(singles, 99)]
     assert found == [([1], [2]), ([1], [2]), ([2], [3]), ([3], [0])]
     for one_prompt in (pairs[:1], singles[:2], singles[:1]):
-        with pytest.raises(run.InputError, match="one prompt"):
+        with pytest.raises(utils.InputError, match="one prompt"):
             mismatch(one_prompt, 99)
 
 

@@ -14,6 +14,7 @@ import dpo_humanline
 import kto_humanline
 import utils
 from dpo_humanline import clip_log_ratio, dpo_loss
+from support.data import load_tokenizer
 
 
 def batch():
@@ -100,7 +101,7 @@ def test_a_replaced_loss_is_that_of_training_and_of_evaluation(script, loss, gro
     assert len({step["loss"] for step in steps}) == 3
 
     toy = script.TOY["model"]
-    tokenizer, eos_ids = utils.load_tokenizer(script.Args(model=toy))
+    tokenizer, eos_ids = load_tokenizer(script.Args(model=toy))
     pairs = [script.encode_row(script.Args(), tokenizer, eos_ids, row) for row in rows]
     examples = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
     input_ids, mask = utils.pad_batch(examples, "cpu")

@@ -66,8 +66,8 @@ def test_other_data_at_the_same_path(tmp_path):
 def test_no_disk_in_common(tmp_path):
     flags = ["--dataset", PAIRS, "--output-dir", "run"]
     message = machines(tmp_path, flags, flags)
-    assert "--output-dir" in message and "on a disk that all machines see" in message and "rank 1" in message
-    assert not list(tmp_path.rglob("metrics.jsonl"))
+    assert message == "error: --output-dir run is not on a disk that all machines see\n"
+    assert len(metrics(tmp_path / "first/run")) == 1  # the first checkpoint comes after the first step
 
 
 def test_a_resume_from_a_folder_that_both_machines_have_of_their_own(tmp_path):
@@ -81,25 +81,27 @@ def test_a_resume_from_a_folder_that_both_machines_have_of_their_own(tmp_path):
     shutil.rmtree(tmp_path / "second/run/checkpoints/step-2")
     flags = ["--resume", "run", "--num-steps", "4"]
     before = (tmp_path / "first/run/metrics.jsonl").read_text()
-    assert "on a disk that all machines see" in machines(tmp_path, flags, flags)
+    assert "error: the list of checkpoints is ['step-1'] on rank 1, but" in machines(tmp_path, flags, flags)
     assert (tmp_path / "first/run/metrics.jsonl").read_text() == before
 
 
-def test_two_agents_of_torchrun_from_equal_clones_at_other_paths_train_as_two_ranks_do(tmp_path):
-    clones = [tmp_path / "first", tmp_path / "second"]
-    for clone in clones:
-        clone.mkdir()
-        for name in ("dpo_humanline.py", "run.py", "utils.py"):
-            shutil.copy(ROOT / name, clone)
-        shutil.copytree(TOY, clone / "toy" / "bouquets")
+def test_the_same_data_at_other_paths_are_refused(tmp_path):
+    """Paths are compared as all other flags are."""
+    shutil.copy(PAIRS, tmp_path / "copy.jsonl")
+    flags = on_one_disk(tmp_path)
+    message = machines(tmp_path, flags, [*flags, "--dataset", tmp_path / "copy.jsonl"])
+    assert message == f"error: --dataset is {tmp_path / 'copy.jsonl'} on rank 1, but {PAIRS} on rank 0\n"
+
+
+def test_two_agents_of_torchrun_train_as_two_ranks_do(tmp_path):
     port = free_port()
     agents = []
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    for rank, clone in enumerate(clones):
+    for rank in range(2):
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank)]
         command += ["--master-addr", "127.0.0.1", "--master-port", str(port), "dpo_humanline.py", *FLAGS]
         command += ["--output-dir", str(tmp_path / "run")]
-        agents.append(subprocess.Popen(command, cwd=clone, env=env, stderr=subprocess.PIPE, text=True))
+        agents.append(subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True))
     errors = [agent.communicate(timeout=200)[1] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], errors
     processes = start_ranks(2, [[*FLAGS, "--output-dir", str(tmp_path / "ranks")]])

@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, TOY, run_ranks, write_rows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-import run
+from support import run
 
 PARAMETERS = {  # published
     "llama-3-8b": 8_030_261_248,

@@ -1,6 +1,5 @@
 """Tests paper/miniature.py and paper/trials.py: real runs of a figure, and the judges."""
 
-import json
 import shlex
 import shutil
 import subprocess
@@ -75,8 +74,8 @@ def test_the_judge_of_a_row_is_the_hidden_one_and_a_command_repeats_its_numbers(
     after = trials.read_summary(folder / "runs/again")["after"]
     for key, (mean, *_) in after.items():
         assert row[key] == mean
-    samples = json.loads((folder / "runs/again/outputs.json").read_text())
-    scores = [make.judge_bouquet(sample["instruction"], sample["output"]) for sample in samples]
+    samples = trials.last_samples(folder / "runs/again")
+    scores = [make.judge_bouquet(sample["prompt"], sample["sample"]) for sample in samples]
     assert row["judge"] == pytest.approx(np.mean(scores) - (1 - after["eval/finished"][0]))
 
 

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import dpo_humanline
-import run
 import utils
+from support import run, sampling
 
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
 SIZES |= dict(num_key_value_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=0)
@@ -77,20 +77,20 @@ def test_a_weight_that_is_called_like_a_buffer_must_be_there(tmp_path, kind):
     weights = load_file(file)
     missing = next(name for name in sorted(weights) if name.endswith("attn.bias"))
     save_file({name: weights[name] for name in weights if name != missing}, file, {"format": "pt"})
-    with pytest.raises(run.InputError, match=f"its files have no {missing}"):
-        utils.load_pretrained(AutoModelForCausalLM, model, "auto", False)
+    with pytest.raises(utils.InputError, match=f"its files have no {missing}"):
+        run.load_pretrained(AutoModelForCausalLM, model, "auto", False)
 
 
 @pytest.mark.parametrize(("kind", "factor"), [("granite", "logits_scaling"), ("cohere", "logit_scale")])
 def test_a_factor_of_the_logits_is_refused_by_name_in_bf16_too(tmp_path, one_rank, kind, factor):
     folder = make(tmp_path / "model", kind, torch.bfloat16)
-    model = utils.load_pretrained(AutoModelForCausalLM, folder, "auto", False)
-    with pytest.raises(run.InputError, match=f"its logits have a factor, {factor}"):
+    model = run.load_pretrained(AutoModelForCausalLM, folder, "auto", False)
+    with pytest.raises(utils.InputError, match=f"its logits have a factor, {factor}"):
         utils.choose_attention(model, 64)
 
 
 def test_a_reward_model_that_does_not_know_the_words_says_so(one_rank):
-    judge = utils.load_reward_model(dpo_humanline.Args(reward_model=str(TOY / "reward_model")))
+    judge = sampling.load_reward_model(dpo_humanline.Args(reward_model=str(TOY / "reward_model")))
     sample = utils.Example("what is that", [1], text="nothing that a bouquet has", finished=False)
-    with pytest.raises(run.InputError, match="--reward-model: most tokens of a sample are unknown"):
-        utils.reward_scores(*judge, torch.device("cpu"), "\n", [sample])
+    with pytest.raises(utils.InputError, match="--reward-model: most tokens of a sample are unknown"):
+        sampling.reward_scores(*judge, torch.device("cpu"), "\n", [sample])

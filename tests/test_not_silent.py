@@ -10,8 +10,9 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoTokenizer, Phi3Config, PreTrainedTokenizerFast
 
 import utils
-from run import InputError
-from utils import SkipRow
+from support import data, run
+from support.data import SkipRow
+from utils import InputError
 
 EACH = "{% for m in messages %}<|user|> {{ m.content }} <|end|> {% endfor %}"
 USER = {"role": "user", "content": "for king"}
@@ -23,7 +24,7 @@ def encode(prompt, completion=None, template=EACH):
     tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
     tokenizer.chat_template = template
     completions = [] if completion is None else [completion]
-    return utils.encode(tokenizer, {tokenizer.eos_token_id}, prompt, completions)
+    return data.encode(tokenizer, {tokenizer.eos_token_id}, prompt, completions)
 
 
 # --- three walls: what they stop would train on wrong tokens, and no metric would show it ---
@@ -102,10 +103,10 @@ CONFIGS = {
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_lengths_beyond_a_models_positions_are_an_error_with_both_numbers(kind):
-    utils.check_positions(CONFIGS[kind], longest=1024)
+    run.check_positions(CONFIGS[kind], longest=1024)
     with pytest.raises(InputError, match="1025 tokens.* the model has 1024 positions.*--max-new-tokens"):
-        utils.check_positions(CONFIGS[kind], longest=1025)
-    utils.check_positions(AutoConfig.for_model("bloom"), longest=10**6)  # it has no positions
+        run.check_positions(CONFIGS[kind], longest=1025)
+    run.check_positions(AutoConfig.for_model("bloom"), longest=10**6)  # it has no positions
 
 
 def test_a_model_that_cannot_be_packed_is_not():
@@ -148,7 +149,7 @@ def test_a_token_that_the_head_does_not_have_is_nan(bias, monkeypatch):
 def test_a_text_that_the_tokenizer_drops_cannot_train():
     raw = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate("abc|")}, merges=[]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="|")
-    assert utils.encode(tokenizer, {3}, "ab", ["ca", "b"]) == ([0, 1], [[2, 0, 3], [1, 3]])
+    assert data.encode(tokenizer, {3}, "ab", ["ca", "b"]) == ([0, 1], [[2, 0, 3], [1, 3]])
     for dropped, reason in (("日本", "drops the text"), ("", "completion empty")):
         with pytest.raises(SkipRow, match=reason):
-            utils.encode(tokenizer, {3}, "ab", ["ca", dropped])
+            data.encode(tokenizer, {3}, "ab", ["ca", dropped])

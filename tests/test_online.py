@@ -22,7 +22,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassificat
 from worker import run_here
 
 import dpo_humanline
-from utils import Example, TransformersEngine, above, load_reward_model, mean_and_error, reward_scores
+from support.sampling import TransformersEngine, load_reward_model, reward_scores
+from utils import Example, above, mean_and_error
 
 RUN = ["--online", "--engine", "hf", "--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "4"]
 RUN += ["--k", "3", "--round-prompts", "20", "--batch-size", "8", "--num-steps", "7"]
@@ -83,9 +84,9 @@ def test_evaluation_by_sampling_is_logged_and_summarised(run):
     assert summary["before"]["eval/win_rate"] == [0.5, 0.0, 4]
     names = {"eval/reward", "eval/win_rate", "eval/length", "eval/finished", "eval/margin"}
     assert set(summary["after"]) >= names
-    outputs = json.loads((run / "outputs.json").read_text())
-    assert set(outputs[0]) == {"instruction", "output", "generator"} and outputs[0]["output"].split()
-    assert [row["instruction"] for row in outputs] == [row["prompt"] for row in read_rows(PAIRS)[:4]]
+    samples = read_rows(run / "samples.jsonl")
+    assert all(sample["sample"].split() for sample in samples)
+    assert [sample["prompt"] for sample in samples[-4:]] == [row["prompt"] for row in read_rows(PAIRS)[:4]]
 
 
 def test_ties_are_half_a_win():
@@ -210,12 +211,12 @@ def test_an_engine_of_another_rank_than_the_first_is_checked_too(tmp_path):
 
 
 def test_samples_are_scored_by_a_program_instead_of_a_reward_model(tmp_path):
-    """The edit that utils.py names: here the reward is the length of the text."""
+    """The edit that support/sampling.py names: here the reward is the length of the text."""
     line = "    optimizer = torch.optim.AdamW(\n"
     score = "    sampler.score = lambda samples: torch.tensor([len(x.text) for x in samples]).double()\n"
     ended = run_edited(tmp_path, line, score + line, "--eval-dataset", PAIRS, "--eval-samples", "4")
     assert ended.returncode == 0, ended.stderr
     (run,) = (tmp_path / "runs").iterdir()
-    outputs = json.loads((run / "outputs.json").read_text())
-    mean = sum(len(output["output"]) for output in outputs) / len(outputs)
+    samples = [sample for sample in read_rows(run / "samples.jsonl") if sample["step"] == 2]
+    mean = sum(len(sample["sample"]) for sample in samples) / len(samples)
     assert json.loads((run / "summary.json").read_text())["after"]["eval/reward"][0] == pytest.approx(mean)

@@ -18,13 +18,12 @@ import dpo_humanline
 import grpo_humanline
 import grpo_math_humanline
 import kto_humanline
-import run
 import utils
-from utils import SkipRow
+from support import data, grading, sampling
+from support.data import SkipRow
 
-U, A, T = ({"role": role} for role in ("user", "assistant", "tool"))
+U, A = ({"role": role} for role in ("user", "assistant"))
 CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
-OTHER = {"type": "function", "function": {"name": "get_time", "arguments": {"zone": "CET"}}}
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -38,30 +37,25 @@ def template(name: str) -> str:
 def texts(prompt, *completions, chat_template=CHATML) -> list[str]:
     """Returns the text of a prompt and of its completions, as they are trained."""
     tokenizer = bytes_or_pieces("bytes", chat_template)
-    prompt_ids, all_ids = utils.encode(tokenizer, {tokenizer.eos_token_id}, prompt, completions)
+    prompt_ids, all_ids = data.encode(tokenizer, {tokenizer.eos_token_id}, prompt, completions)
     return [tokenizer.decode(ids) for ids in (prompt_ids, *all_ids)]
 
 
 # --- messages ---
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
-def test_completions_that_call_other_tools_are_other_texts(name):
-    """Both were trained as the same text, because only the content of a completion was read."""
-    prompt = [U | {"content": "Weather in Oslo?"}]
-    answers = [[A | {"content": "Let me look.", "tool_calls": [call]}] for call in (CALL, OTHER)]
-    _, chosen, rejected = texts(prompt, *answers, chat_template=template(name))
-    assert "get_weather" in chosen and "Oslo" in chosen and "get_time" in rejected and "CET" in rejected
+KEYS = ["tool_calls", "reasoning_content", "thinking", "refusal", "function_call", "id", "language", "weight"]
 
 
-@pytest.mark.parametrize("key", ["tool_calls", "reasoning_content", "thinking", "refusal", "function_call"])
+@pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("in_prompt", [False, True])
-def test_a_part_of_a_message_that_the_template_does_not_render_is_refused_by_name(key, in_prompt):
+def test_another_part_of_a_message_than_its_text_is_refused_by_name(key, in_prompt):
+    """Templates render some of them and lose others."""
     answer = A | {"content": "It is cold.", key: [CALL] if "call" in key else "I look outside."}
     prompt = [U | {"content": "Weather?"}]
     if in_prompt:
         prompt, answer = [*prompt, answer, U | {"content": "And now?"}], A | {"content": "Warm."}
-    with pytest.raises(SkipRow, match=f"does not render '{key}' of a message"):
+    with pytest.raises(utils.InputError, match=f"only role, content, name here: remove '{key}' from them"):
         texts(prompt, [answer])
 
 
@@ -69,23 +63,7 @@ def test_a_part_of_a_message_that_the_template_does_not_render_is_refused_by_nam
 def test_an_empty_part_of_a_message_changes_nothing(empty):
     prompt = [U | {"content": "Hi"}]
     assert texts(prompt, [A | {"content": "Yes", "tool_calls": empty}]) == texts(prompt, "Yes")
-    assert texts(prompt, [A | {"content": "Yes", "name": "Ann", "weight": 1}]) == texts(prompt, "Yes")
-
-
-def test_nulls_that_arrow_adds_are_dropped_at_every_level(tmp_path):
-    """It rendered {"city": "Oslo", "a": null, "b": null}."""
-    conversations = []
-    for name, arguments in (("get_weather", {"city": "Oslo"}), ("add", {"a": 1, "b": 2})):
-        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-        turns = [U | {"content": "Please."}, A | {"content": "", "tool_calls": [call]}, T | {"content": "3"}]
-        conversations.append({"prompt": turns, "chosen": "It is 3.", "rejected": "It is 4."})
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(conversations), tmp_path / "rows.parquet")
-    rows = [row for _, row in run.read_rows(str(tmp_path / "rows.parquet"), "train")]
-    assert rows[0]["prompt"][1]["tool_calls"][0]["function"]["arguments"]["a"] is None
-    for row, conversation in zip(rows, conversations):
-        found = texts(row["prompt"], row["chosen"], chat_template=template("qwen2_5"))
-        assert found == texts(conversation["prompt"], "It is 3.", chat_template=template("qwen2_5"))
-        assert "null" not in found[0]
+    assert texts(prompt, [A | {"content": "Yes", "name": "Ann"}]) == texts(prompt, "Yes")
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -99,43 +77,43 @@ def test_json_columns_are_decoded_at_every_level(tmp_path, nested):
         column = pyarrow.ListArray.from_arrays([0, 1, 2], objects)
         expected = [[{"arguments": value}], [{"arguments": None}]]
     pyarrow.parquet.write_table(pyarrow.table({"prompt": column, "id": [1, 2]}), tmp_path / "rows.parquet")
-    rows = [row for _, row in run.read_rows(str(tmp_path / "rows.parquet"), "train")]
+    rows = [row for _, row in data.read_rows(str(tmp_path / "rows.parquet"), "train")]
     assert [row["prompt"] for row in rows] == expected and [row["id"] for row in rows] == [1, 2]
 
 
 def test_images_of_parquet_files_are_not_decoded(tmp_path):
     """A data set that was saved by `datasets` asks for it, and decoding needs Pillow."""
     features = datasets.Features({"prompt": datasets.Value("string"), "images": datasets.Image()})
-    data = {"prompt": ["What is this?"], "images": [{"bytes": b"no picture", "path": None}]}
-    datasets.Dataset.from_dict(data, features=features).to_parquet(tmp_path / "rows.parquet")
-    ((_, row),) = run.read_rows(str(tmp_path / "rows.parquet"), "train")
+    columns = {"prompt": ["What is this?"], "images": [{"bytes": b"no picture", "path": None}]}
+    datasets.Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "rows.parquet")
+    ((_, row),) = data.read_rows(str(tmp_path / "rows.parquet"), "train")
     assert row["images"]["bytes"] == b"no picture"
 
 
-def test_a_prompt_that_ends_with_the_assistants_words_is_continued():
-    """It got a second turn of the assistant."""
-    begun = [U | {"content": "Write a haiku."}, A | {"content": "Autumn"}]
-    for completion in (" moon rises", [A | {"content": " moon rises"}]):
-        prompt, answer = texts(begun, completion)
-        assert prompt.endswith("<|im_start|>assistant\nAutumn") and answer == " moon rises<|im_end|>"
-        assert prompt.count("assistant") == 1
+@pytest.mark.parametrize("completions", [[], [" moon rises"]])
+def test_a_prompt_that_ends_with_the_assistants_words_is_refused(completions):
+    """It would get a second turn of the assistant."""
+    with pytest.raises(utils.InputError, match="a prompt must not end with a message of the assistant"):
+        texts([U | {"content": "Write a haiku."}, A | {"content": "Autumn"}], *completions)
 
 
-def test_a_template_that_cannot_continue_a_message_refuses_it():
-    shouting = CHATML.replace("m.content", "(m.content | upper if m.role == 'assistant' else m.content)")
-    with pytest.raises((run.InputError, SkipRow), match="template"):
-        texts([U | {"content": "Hi"}, A | {"content": "Autumn"}], " moon", chat_template=shouting)
+@pytest.mark.parametrize("completion", ["It is<|im_end|> cold.", "It is cold.<|im_end|>", "<|im_end|>"])
+def test_a_completion_that_spells_an_eos_token_is_skipped(completion):
+    """It was trained as its part before the EOS token, and counted as complete."""
+    for chat_template in (CHATML, None):
+        with pytest.raises(SkipRow, match="spells an EOS token"):
+            texts("Weather?", "Warm.", completion, chat_template=chat_template)
 
 
 @pytest.mark.parametrize("role", [None, 5, "human", "gpt", "model", "Assistant"])
 def test_an_unknown_role_is_refused_with_the_known_ones(role):
-    with pytest.raises(run.InputError, match="every message must have a role: one of system, "):
+    with pytest.raises(utils.InputError, match="every message must have a role: one of system, "):
         texts([{"role": role, "content": "Hi"}], "Yes")
 
 
 @pytest.mark.parametrize("value", [None, 5, 1.5, True, {"text": "Hi"}, ["Hi"], [U | {"content": "Hi"}]])
 def test_a_completion_of_another_type_is_named_and_shown(value):
-    with pytest.raises(run.InputError, match="a completion must be a text or one message|must have a role"):
+    with pytest.raises(utils.InputError, match="a completion must be a text or one message|must have a role"):
         texts("Hi", value)
 
 
@@ -147,7 +125,7 @@ def load(tmp_path, capsys):
     """Reads rows with a script. Returns the groups, and what was printed."""
 
     def read(script, rows, **flags):
-        tokenizer, eos_ids = utils.load_tokenizer(script.Args(model=str(TOY / "policy")))
+        tokenizer, eos_ids = data.load_tokenizer(script.Args(model=str(TOY / "policy")))
         args = script.Args(**flags)
         name = write_rows(tmp_path / "rows.jsonl", rows)
         groups = script.load_groups(args, tokenizer, eos_ids, name, "train")
@@ -159,15 +137,8 @@ def load(tmp_path, capsys):
 PAIR = {"prompt": "for king", "chosen": "rose iris", "rejected": "iris"}
 
 
-def test_columns_that_are_not_read_are_printed_once_and_those_that_are_read_are_not(load):
-    rows = [PAIR | {"source": "x", "score": 1}, PAIR | {"margin": 2.0}]
-    _, told = load(dpo_humanline, rows)
-    assert "columns that are not read: source, score, margin\n" in told and told.count("not read") == 1
-    assert "not read" not in load(dpo_humanline, [PAIR])[1]
-    assert (
-        "not read"
-        not in load(kto_humanline, [{"prompt": "for king", "completion": "rose", "label": True}])[1]
-    )
+def test_other_columns_change_nothing(load):
+    assert load(dpo_humanline, [PAIR | {"source": "x", "margin": 2.0}])[0] == load(dpo_humanline, [PAIR])[0]
 
 
 @pytest.mark.parametrize(
@@ -175,16 +146,16 @@ def test_columns_that_are_not_read_are_printed_once_and_those_that_are_read_are_
 )
 def test_a_column_that_belongs_to_the_prompt_is_refused_by_name(load, column):
     for script in (dpo_humanline, kto_humanline, grpo_humanline):
-        with pytest.raises(run.InputError, match=f"the column '{column}' would be ignored") as error:
+        with pytest.raises(utils.InputError, match=f"the column '{column}' would be ignored") as error:
             load(script, [PAIR, PAIR | {column: ["something"]}])
         assert error.value.__notes__[0].endswith("line 2")
     problem = {"problem": "2 45 15 34 24 45", "answer": "5", column: "A) 1"}
-    with pytest.raises(run.InputError, match=f"the column '{column}' would be ignored"):
+    with pytest.raises(utils.InputError, match=f"the column '{column}' would be ignored"):
         load(grpo_math_humanline, [problem], system_prompt="")
 
 
 def test_an_instruction_beside_a_prompt_is_refused_and_a_null_one_is_not(load):
-    with pytest.raises(run.InputError, match="'instruction' beside 'prompt' would be ignored"):
+    with pytest.raises(utils.InputError, match="'instruction' beside 'prompt' would be ignored"):
         load(dpo_humanline, [PAIR | {"instruction": "Answer in French."}])
     assert len(load(dpo_humanline, [PAIR | {"instruction": None}])[0]) == 1
     row = PAIR | {"prompt": None, "instruction": "for king"}
@@ -205,7 +176,7 @@ def test_truncated_rows_are_counted_and_pairs_that_became_equal_are_skipped(load
     for script in (dpo_humanline, kto_humanline, grpo_humanline):
         groups, told = load(script, rows, max_length=7)
         assert len(groups) == 3
-        assert "; 2 truncated by --max-length, 1 of them in only some of their completions; " in told
+        assert told.endswith("; 3 of 6 completions truncated by --max-length\n")
         assert (
             "1 skipped, the first in line 4: both completions are equal, maybe because they were trunc"
             in told
@@ -213,13 +184,12 @@ def test_truncated_rows_are_counted_and_pairs_that_became_equal_are_skipped(load
     assert " truncated " not in load(dpo_humanline, rows)[1]
 
 
-def test_reasons_of_skipped_prompts_are_separate_and_the_longest_prompt_is_told(load):
+def test_reasons_of_skipped_prompts_are_separate(load):
     long = PAIR | {"prompt": "for king and queen and king and queen"}
     groups, told = load(dpo_humanline, [PAIR, long, PAIR, long], max_prompt_length=6)
     assert (
         len(groups) == 2 and "2 skipped, the first in line 2: prompt longer than --max-prompt-length" in told
     )
-    assert "tokens, the longest 11\n" in told
     _, told = load(dpo_humanline, [PAIR, long], max_length=8)
     assert "1 skipped, the first in line 2: prompt leaves no room for a completion in --max-length" in told
 
@@ -237,12 +207,12 @@ def test_an_adapter_or_a_head_that_is_no_linear_layer_is_refused_early():
 
     head, adapter = model.lm_head, Adapter(16, 64, bias=False)
     model.lm_head = adapter
-    with pytest.raises(run.InputError, match="adapters .* are not supported; see docs/elsewhere.md"):
+    with pytest.raises(utils.InputError, match="adapters .* are not supported; see docs/elsewhere.md"):
         utils.choose_attention(model, 32)
     model.lm_head = head
     utils.choose_attention(model, 32)
     model.peft_config = {"default": None}
-    with pytest.raises(run.InputError, match="adapters .* are not supported; see docs/elsewhere.md"):
+    with pytest.raises(utils.InputError, match="adapters .* are not supported; see docs/elsewhere.md"):
         utils.choose_attention(model, 32)
 
 
@@ -254,7 +224,7 @@ def test_k3_keeps_its_digits_near_zero(script):
     """exp(-x) + x - 1 was off by 17% for log-ratios of 1e-3 in fp32, and 0 or negative for smaller ones."""
     log_ratio = torch.logspace(-5, -2, 200).repeat(2, 1)
     log_ratio[1] *= -1
-    *_, k3, _ = script.grpo_loss(log_ratio, log_ratio, torch.ones(2), 0.01, 0.2)
+    k3 = script.k3(log_ratio)
     exact = torch.expm1(-log_ratio.double()) + log_ratio.double()
     assert (k3 >= 0).all() and ((k3 - exact).abs() <= 2e-7 * log_ratio.abs() + 2e-2 * exact).all()
     plain = (-log_ratio).exp() + log_ratio - 1
@@ -303,12 +273,12 @@ def test_the_tag_that_the_template_has_opened_counts_for_the_rewards(begun):
 def test_rows_of_gsm8k_and_math_are_read_as_they_come(one_rank, row):
     tokenizer = bytes_or_pieces("bytes", CHATML)
     args = grpo_math_humanline.Args()
-    (problem,) = grpo_math_humanline.encode_row(args, tokenizer, {tokenizer.eos_token_id}, run.Row(row))
+    (problem,) = grpo_math_humanline.encode_row(args, tokenizer, {tokenizer.eos_token_id}, row)
     assert problem.question == row.get("problem", row.get("question"))
-    grader = grpo_math_humanline.start_grader()  # in this process, the time limit would stay
+    grader = grading.start_grader()  # in this process, the time limit would stay
     answers = ["The answer is 72.", "The answer is 73."]
     jobs = [(problem.answer, answer, problem.question) for answer in answers]
-    assert grpo_math_humanline.grade_all(grader, jobs) == [True, False]
+    assert grading.grade_all(grader, grading.grade, jobs) == [True, False]
     grader.stop()
     grader.join()
 
@@ -336,15 +306,27 @@ def test_the_first_text_that_a_reward_model_reads_is_printed_once(one_rank, caps
     sample = utils.Example([U | {"content": "What is 2 + 2?"}], [1], text="Four.", finished=False)
     model, tokenizer = NoModel(), bytes_or_pieces("bytes", None)
     for _ in range(2):
-        utils.reward_scores(model, tokenizer, torch.device("cpu"), "\n", [sample, sample])
+        sampling.reward_scores(model, tokenizer, torch.device("cpu"), "\n", [sample, sample])
     assert capsys.readouterr().out == "the reward model reads 'What is 2 + 2?\\nFour.'\n"
     long = sample._replace(text="x" * 100)
-    with pytest.raises(run.InputError, match="114|115 tokens, but the model has 100 positions"):
-        utils.reward_scores(model, tokenizer, torch.device("cpu"), "\n", [long])
+    with pytest.raises(utils.InputError, match="114|115 tokens, but the model has 100 positions"):
+        sampling.reward_scores(model, tokenizer, torch.device("cpu"), "\n", [long])
+
+
+def test_a_reward_model_may_return_a_score_alone(one_rank):
+    """ArmoRM's own code returns a score beside the logits, and another model's may have no logits."""
+
+    class Scores(NoModel):
+        def forward(self, input_ids, attention_mask):
+            return type("Output", (), {"score": torch.ones(len(input_ids))})
+
+    sample = utils.Example("What is 2 + 2?", [1], text="Four.")
+    tokenizer = bytes_or_pieces("bytes", None)
+    assert sampling.reward_scores(Scores(), tokenizer, torch.device("cpu"), "", [sample]).tolist() == [1]
 
 
 def test_an_edit_that_returns_a_wrong_shape_is_told():
     said = "dpo_loss returned a tensor of shape \\(2, 2\\) instead of \\(2,\\)"
     with pytest.raises(ValueError, match=said):
-        run.check_shape("dpo_loss", torch.zeros(2, 2), (2,))
-    run.check_shape("dpo_loss", torch.zeros(2, 2), (2, 2))
+        utils.check_shape("dpo_loss", torch.zeros(2, 2), (2,))
+    utils.check_shape("dpo_loss", torch.zeros(2, 2), (2, 2))

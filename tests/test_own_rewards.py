@@ -34,8 +34,8 @@ def run_with_example(folder, script: str, page: str, name: str, old: str, *flags
     (folder / script).write_text(
         text.replace(found[0], block).replace("__file__).resolve().parent", f'"{ROOT}/x").parent')
     )
-    for file in ("run.py", "utils.py"):
-        shutil.copy(ROOT / file, folder)
+    shutil.copy(ROOT / "utils.py", folder)
+    shutil.copytree(ROOT / "support", folder / "support")
     command = [sys.executable, script, *flags, *FLAGS]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -58,9 +58,8 @@ def test_a_function_grades_in_grpo_math(tmp_path):
     text = "".join(f'{{"problem": "{row["problem"]}", "answer": "{row["answer"]}"}}\n' for row in rows)
     (tmp_path / "data.jsonl").write_text(text)
     flags += ["--dataset", "data.jsonl", "--eval-dataset", "data.jsonl", "--max-new-tokens", "16"]
-    old = r"^def grade\(.*?(?=\n\n\ndef grade_all)"
     _, samples = run_with_example(
-        tmp_path, "grpo_math_humanline.py", "grpo_math.md", "def grade(", old, *map(str, flags)
+        tmp_path, "grpo_math_humanline.py", "grpo_math.md", "GRADE =", r"^GRADE = .*?\n", *map(str, flags)
     )
     # No sample of the toy ends with "= N", so nothing is right, and only the format is rewarded.
     assert len(samples) == 16 and max(sample["reward"] for sample in samples) <= 2

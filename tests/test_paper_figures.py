@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paper import curves, figure2, tokens
 from paper.curves import collect, curve
-from run import exit_on_input_error
+from support.run import exit_on_input_error
 
 SHORT = "--num-steps 6 --warmup-fraction 0 --k 4 --eval-samples 4 --max-new-tokens 8 --engine hf"
 SHORT += " --keep-checkpoints 0"

@@ -20,7 +20,7 @@ from conftest import PAIRS, ROOT, TOY, finish, free_port, metrics, read_pool, re
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from run import Progress, save_checkpoint
+from support.run import Progress, save_checkpoint
 from utils import Example
 
 STEPS = 14
@@ -238,7 +238,7 @@ def test_no_rank_takes_what_rank_0_writes_for_an_older_run(tmp_path, monkeypatch
 @pytest.fixture
 def save(one_rank, tmp_path, monkeypatch):
     """Writes a checkpoint with a pool, and next to no weights."""
-    monkeypatch.setattr("run.training_state", lambda *_: {"weight": torch.ones(2)})
+    monkeypatch.setattr("support.run.training_state", lambda *_: {"weight": torch.ones(2)})
 
     def save(step, pool=(), keep=2):
         progress = Progress(data_hash="", step=step, pool=list(pool))

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import dpo_humanline
 import utils
+from support import data
 
 pytestmark = pytest.mark.slow
 QUESTIONS = {  # {question: (better answer, worse answer)}
@@ -119,10 +120,10 @@ def test_the_math_script_trains_and_its_final_folder_answers(smollm2, tmp_path):
 
 def test_packed_log_probs_and_gradients_are_those_of_a_plain_forward_pass(smollm2):
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
-    tokenizer, eos_ids = utils.load_tokenizer(dpo_humanline.Args(model=smollm2))
+    tokenizer, eos_ids = data.load_tokenizer(dpo_humanline.Args(model=smollm2))
     examples = []
     for question, answers in list(QUESTIONS.items())[:2]:
-        prompt_ids, completions = utils.encode(tokenizer, eos_ids, question, answers)
+        prompt_ids, completions = data.encode(tokenizer, eos_ids, question, answers)
         examples += [utils.Example(question, prompt_ids, completion_ids) for completion_ids in completions]
     input_ids, mask = utils.pad_batch(examples, "cpu")
     names = ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"]
@@ -137,17 +138,17 @@ def test_packed_log_probs_and_gradients_are_those_of_a_plain_forward_pass(smollm
 
 
 def test_the_chat_template_with_and_without_its_system_message(smollm2):
-    tokenizer, eos_ids = utils.load_tokenizer(dpo_humanline.Args(model=smollm2))
-    ids, (completion_ids,) = utils.encode(tokenizer, eos_ids, "Hi", ["Hello!"])
+    tokenizer, eos_ids = data.load_tokenizer(dpo_humanline.Args(model=smollm2))
+    ids, (completion_ids,) = data.encode(tokenizer, eos_ids, "Hi", ["Hello!"])
     turns = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(ids) == f"<|im_start|>system\n{SYSTEM}<|im_end|>\n{turns}"
     assert tokenizer.decode(completion_ids) == "Hello!<|im_end|>" and completion_ids[-1] in eos_ids
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    ids, _ = utils.encode(tokenizer, eos_ids, messages)
+    ids, _ = data.encode(tokenizer, eos_ids, messages)
     assert tokenizer.decode(ids) == f"<|im_start|>system\nBe brief.<|im_end|>\n{turns}"
     args = dpo_humanline.Args(model=smollm2, chat_template=str(SUMS / "one_example.jinja"))
-    tokenizer, eos_ids = utils.load_tokenizer(args)
-    ids, _ = utils.encode(tokenizer, eos_ids, "17 + 25")
+    tokenizer, eos_ids = data.load_tokenizer(args)
+    ids, _ = data.encode(tokenizer, eos_ids, "17 + 25")
     assert tokenizer.decode(ids).startswith("<|im_start|>user\n14 + 6<|im_end|>\n")
     assert "system" not in tokenizer.decode(ids)
 

@@ -10,7 +10,7 @@ import step
 from conftest import ROOT
 from transformers import AutoConfig
 
-import run
+import utils
 
 PAIRS = step.PAIRS[:8]
 TOKENS = sum(2 * prompt + chosen + rejected for prompt, chosen, rejected in PAIRS)
@@ -68,6 +68,7 @@ def test_other_scripts(script):
 def test_an_arm_of_another_checkout_runs_its_own_code(tmp_path):
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
+    shutil.copytree(ROOT / "support", tmp_path / "support")
     loss = "-F.logsigmoid(chosen - rejected)"
     text = (tmp_path / "dpo_humanline.py").read_text()
     assert text.count(loss) == 1
@@ -92,6 +93,6 @@ def test_what_is_refused_and_an_arm_that_fails():
         ("--script kto --trl", "--trl needs --script dpo"),
         ("--arms k=1 --lr -1", f"k=1 in {ROOT}: error: --lr -1.0 is out of range"),
     ):
-        with pytest.raises(run.InputError) as error:
+        with pytest.raises(utils.InputError) as error:
             measure(*flags.split())
         assert told in str(error.value)

@@ -10,8 +10,8 @@ from test_paper_figures import plain_logps
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import grpo_humanline
-import utils
 from paper import frontier
+from support import data, sampling
 from toy import stories
 
 FOLDER = ROOT / "toy" / "stories"
@@ -153,7 +153,7 @@ def test_a_draw_is_repeatable_and_has_every_file_without_ties(tmp_path, monkeypa
 
 def test_the_scripts_read_every_row_and_its_tokens_are_its_text(one_rank):
     args = grpo_humanline.Args(max_prompt_length=32, max_length=96)
-    tokenizer, eos_ids = utils.load_tokenizer(grpo_humanline.Args(model=str(FOLDER / "policy")))
+    tokenizer, eos_ids = data.load_tokenizer(grpo_humanline.Args(model=str(FOLDER / "policy")))
     assert eos_ids == {2}
     for name, count in (("train", 8192), ("tune", 256), ("test", 256)):
         path = f"{FOLDER}/preferences_{name}.jsonl.gz"
@@ -164,7 +164,7 @@ def test_the_scripts_read_every_row_and_its_tokens_are_its_text(one_rank):
             for example, side in zip(group, ("chosen", "rejected")):
                 assert example.completion_ids[-1] == 2 and 2 not in example.completion_ids[:-1]
                 assert len(example.prompt_ids) <= 25 and example.prompt_ids[0] == 1
-                text = utils.decode_completion(tokenizer, example, example.completion_ids)
+                text = sampling.decode_completion(tokenizer, example, example.completion_ids)
                 assert text == row[side]
 
 

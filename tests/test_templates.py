@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-import utils
+from support import data
 
 TEMPLATES = files("trl") / "chat_templates"
 NAMES = sorted(path.name for path in TEMPLATES.iterdir() if path.name.endswith(".jinja"))
@@ -40,7 +40,7 @@ def bytes_or_pieces(kind: str, template: str | None) -> PreTrainedTokenizerFast:
 
 def encode(tokenizer, prompt, completion=None):
     completions = [] if completion is None else [completion]
-    prompt_ids, all_completion_ids = utils.encode(tokenizer, {tokenizer.eos_token_id}, prompt, completions)
+    prompt_ids, all_completion_ids = data.encode(tokenizer, {tokenizer.eos_token_id}, prompt, completions)
     return prompt_ids, sum(all_completion_ids, [])
 
 
@@ -58,14 +58,11 @@ def test_under_any_template_tokens_are_those_of_the_whole_conversation(name, kin
         return
     prompt_ids, ids = encode(tokenizer, PROMPT, ANSWER)
     assert prompt_ids == encode(tokenizer, PROMPT)[0] == encode(tokenizer, QUESTION)[0]
-    text = utils.render(tokenizer, [*PROMPT, {"role": "assistant", "content": ANSWER}])
+    text = data.render(tokenizer, [*PROMPT, {"role": "assistant", "content": ANSWER}])
     whole = tokenizer(text, add_special_tokens=False).input_ids
     *before_end, end = prompt_ids + ids
     assert before_end == whole[: len(before_end)] and end == tokenizer.eos_token_id
     assert ANSWER in tokenizer.decode(ids)
-    # An end of turn that is spelt inside a completion ends it.
-    _, cut = encode(tokenizer, PROMPT, "It is<|im_end|> Paris")
-    assert tokenizer.decode(cut).endswith("It is<|im_end|>") and cut.count(end) == 1
 
 
 def test_an_end_that_the_tokenizer_adds_does_not_end_the_prompt():

@@ -30,8 +30,9 @@ from transformers.integrations.mistral import convert_tekken_tokenizer
 from worker import note_batches, run_here
 
 import dpo_humanline
-import utils
-from utils import Example, SkipRow
+from support import data, sampling
+from support.data import SkipRow
+from utils import Example
 
 SOURCES = {
     "tekken": "tekken_240718.json",
@@ -97,7 +98,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def load(model):
     """A kind's tokenizer as the scripts load it, once."""
-    return cache(lambda kind: utils.load_tokenizer(dpo_humanline.Args(model=str(model(kind))))[0])
+    return cache(lambda kind: data.load_tokenizer(dpo_humanline.Args(model=str(model(kind))))[0])
 
 
 def whole_ids(tokenizer, prompt, completion: str, begin: int) -> list[int]:
@@ -128,7 +129,7 @@ def test_prompt_and_completion_are_the_whole_rendering_on_all_real_pairs(
     data = write_rows(tmp_path / "rows.jsonl", rows)
     args = dpo_humanline.Args(max_prompt_length=20000, max_length=40000)
     groups = dpo_humanline.load_groups(args, tokenizer, {2}, data, "")
-    assert "rows.jsonl: 299 rows; 90% of all prompts have " in capsys.readouterr().out  # no row is skipped
+    assert "rows.jsonl: 299 rows\n" in capsys.readouterr().out  # no row is skipped
     for row, group in zip(rows, groups, strict=True):
         for example, completion in zip(group, (row["chosen"], row["rejected"]), strict=True):
             text = completion if isinstance(completion, str) else completion[0]["content"]
@@ -148,7 +149,7 @@ def test_tokens_are_those_of_mistrals_own_encoder(load, kind):
         rows = [row for row in rows if kind == "tekken" or "  " not in str(row)]
         assert len(rows) > 200
     for prompt, completion in [(CONVERSATION, "Rome, bien sûr."), *rows]:
-        prompt_ids, (ids,) = utils.encode(tokenizer, {2}, prompt, [completion])
+        prompt_ids, (ids,) = data.encode(tokenizer, {2}, prompt, [completion])
         answered = [*prompt, {"role": "assistant", "content": completion}]
         expected = encoder.encode_chat_completion(ChatCompletionRequest(messages=answered)).tokens
         assert prompt_ids + ids == expected
@@ -165,7 +166,7 @@ def test_where_a_token_would_span_prompt_and_completion_nothing_comes_in_between
     for prompt in ("Where?\nAnswer:", "Where?</s>", "Q: Where?\nA: ", "[INST] Where? [/INST]"):
         for completion in ("It is Paris.", "(Paris)", '"Paris"', " Paris", "\nParis", ": Paris"):
             try:
-                prompt_ids, (ids,) = utils.encode(tokenizer, {2}, prompt, [completion])
+                prompt_ids, (ids,) = data.encode(tokenizer, {2}, prompt, [completion])
             except SkipRow:
                 prompt_ids, ids = tokenizer(prompt).input_ids, tokenizer(prompt + completion).input_ids
                 assert kind != "tekken" and ids[: len(prompt_ids)] != prompt_ids
@@ -187,25 +188,13 @@ def test_a_reward_model_reads_a_sample_with_the_space_that_the_data_has(monkeypa
     monkeypatch.setattr(tokenizer, "chat_template", None)
     prompt = "Once upon a time,"
     for text in (" there was a girl.\nHer name was Zoë.", "\nthere was", " (a girl) ", "!"):
-        prompt_ids, (ids,) = utils.encode(tokenizer, {2}, prompt, [text])
+        prompt_ids, (ids,) = data.encode(tokenizer, {2}, prompt, [text])
         example = Example(prompt, prompt_ids)
-        sampled = utils.decode_completion(tokenizer, example, ids)
+        sampled = sampling.decode_completion(tokenizer, example, ids)
         assert sampled == (text.rstrip(" ") if kind == "stories" else text)  # its normalizer strips the end
         sample = example._replace(text=sampled)
-        assert utils.reward_input(tokenizer, "", sample) == f"{prompt}{sampled}</s>"
-        assert utils.reward_input(tokenizer, "\n", sample) == f"{prompt}\n{sampled}</s>"
-
-
-@pytest.mark.parametrize("kind", ["sentencepiece", "tekken"])
-def test_a_sample_that_continues_an_answer_keeps_its_space(monkeypatch, load, kind):
-    """Decoded alone, SentencePiece's " a time" is "a time", and the answer would read "Once upona time"."""
-    tokenizer = load(kind)
-    turn = "'[INST] ' + m.content + ' [/INST]' if m.role == 'user' else m.content"
-    monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}{{ " + turn + " }}{% endfor %}")
-    prompt = [{"role": "user", "content": "Tell me."}, {"role": "assistant", "content": "Once upon"}]
-    for text in (" a time", "\nHer name was Zoë.", ", we"):
-        prompt_ids, (ids,) = utils.encode(tokenizer, {2}, prompt, [text])
-        assert utils.decode_completion(tokenizer, Example(prompt, prompt_ids), ids) == text
+        assert sampling.reward_input(tokenizer, "", sample) == f"{prompt}{sampled}</s>"
+        assert sampling.reward_input(tokenizer, "\n", sample) == f"{prompt}\n{sampled}</s>"
 
 
 # --- whole runs ---
@@ -278,14 +267,14 @@ def test_a_folder_with_mistrals_own_file_has_the_tokens_of_its_tokenizer_json(mo
     """With mistral_common installed, as vLLM has it, transformers would take tekken.json and no template."""
     for path in [*model("tekken").iterdir(), Path(source("tekken"))]:
         (tmp_path / path.name.replace("tekken_240718", "tekken")).symlink_to(path)
-    tokenizer, eos_ids = utils.load_tokenizer(dpo_humanline.Args(model=str(tmp_path)))
+    tokenizer, eos_ids = data.load_tokenizer(dpo_humanline.Args(model=str(tmp_path)))
     assert eos_ids == {2} and tokenizer.eos_token == "</s>"
     expected = load("tekken")
-    assert utils.encode(tokenizer, eos_ids, CONVERSATION) == utils.encode(expected, eos_ids, CONVERSATION)
+    assert data.encode(tokenizer, eos_ids, CONVERSATION) == data.encode(expected, eos_ids, CONVERSATION)
 
 
 def test_a_template_that_writes_the_date_writes_the_same_one_tomorrow(monkeypatch, load):
     """A resumed run compares the hash of its data's tokens."""
     template = (files("trl") / "chat_templates" / "llama3_2.jinja").read_text()
     monkeypatch.setattr(load("sentencepiece"), "chat_template", template)
-    assert "Today Date: 26 Jul 2024" in utils.render(load("sentencepiece"), CONVERSATION)
+    assert "Today Date: 26 Jul 2024" in data.render(load("sentencepiece"), CONVERSATION)

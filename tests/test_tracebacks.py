@@ -9,7 +9,7 @@ import torch
 from conftest import SCRIPTS, TOY, run_edited, write_rows
 from worker import run_here
 
-import utils
+from support import sampling
 
 ROWS = [{"prompt": f"for {name}", "chosen": "rose iris", "rejected": "iris"} for name in ("king", "queen")]
 SHORT = "--batch-size 2 --num-steps 2 --max-new-tokens 4 --eval-samples 2 --checkpoint-every 0".split()
@@ -62,7 +62,7 @@ def test_a_mistake_in_a_round_keeps_its_traceback(run_with_mistake, function, ki
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyError])
-@pytest.mark.parametrize(("owner", "function"), [(torch.optim.AdamW, "step"), (utils, "reward_scores")])
+@pytest.mark.parametrize(("owner", "function"), [(torch.optim.AdamW, "step"), (sampling, "reward_scores")])
 def test_a_mistake_in_the_optimizer_or_in_the_scoring_keeps_its_traceback(
     run_with_mistake, owner, function, kind
 ):

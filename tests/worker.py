@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import torch.distributed as dist
 from conftest import parse_args
 
-import run
 import utils
+from support import run
 
 
 def argument_lists():

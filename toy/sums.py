@@ -19,7 +19,7 @@ from typing import NamedTuple
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from run import write_file  # noqa: E402
+from support.run import write_file  # noqa: E402
 
 
 class Kind(NamedTuple):

@@ -1,10 +1,9 @@
-"""Everything around the algorithm: flags, errors, ranks, signals, the run's folder, checkpoints and logs.
+"""Everything around the algorithm: errors, flags, ranks, models, the run's folder, checkpoints and logs.
 
 The algorithms are in the scripts. Nothing here is part of the method.
 """
 
 import atexit
-import gzip
 import hashlib
 import json
 import math
@@ -20,7 +19,6 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-import pyarrow.parquet
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -30,6 +28,9 @@ import tyro
 from filelock import FileLock
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
+from transformers import AutoConfig
+
+from utils import Example, InputError
 
 
 def is_main() -> bool:
@@ -49,14 +50,10 @@ def hide_bar() -> bool:
 
 
 # === Errors ===
-# Bad input and a full disk end a run with one line and exit status 1. Every other exception is a bug, maybe
-# in an edited loss, and keeps its traceback. (`load_checkpoint` reports any exception of reading as damage.)
-# A new check should raise InputError. A new call of a library that may fail because of the user's input
-# belongs inside `library_errors`.
-
-
-class InputError(Exception):
-    """Raised if a flag, file, row, model or disk cannot be used, or if a number is not finite."""
+# Bad input and a full disk end a run with one line and exit status 1. Every other exception keeps its
+# traceback: memory has run out, or there is a bug, maybe in an edited loss. (`load_checkpoint` reports any
+# exception of reading as damage.) A new check should raise InputError. A new call of a library that may fail
+# because of the user's input belongs inside `library_errors`.
 
 
 @contextmanager
@@ -121,7 +118,8 @@ def failure(error: BaseException) -> Exception:
 
 # === Flags ===
 # Parsing and checking the flags of a script. A new flag is a new field of the script's Args. If it is a
-# number that must be positive, or at most 1, add its name below.
+# number that must be positive, or at most 1, add its name below. If it may be negative, `check_flags` needs
+# an exception for it.
 
 
 def parse_args(
@@ -141,7 +139,8 @@ def parse_args(
         Args: the dataclass of the script.
         file, doc: `__file__` and `__doc__` of the script.
         toy, toy_online: the toy's settings, and further ones for --online.
-        paper: {(online, humanline): the settings of this variant in the paper}.
+        paper: {(online, humanline): what differs in this variant of the paper from the defaults of Args}; {}
+            for grpo_math, whose defaults are those of all variants.
         flags: the command line; None: sys.argv.
     """
     if flags is None:
@@ -154,11 +153,10 @@ def parse_args(
         source = f"the settings of {given.resume}"
         default = load_args(Args, Path(given.resume), file)
     elif given.model:
-        # {} for grpo_math: the defaults of its Args are the paper's settings.
         settings = paper.get((online, given.humanline), {})
         variant = ("online" if online else "offline") + (" + humanline" if given.humanline else "")
-        values = ", ".join(f"{name} {value}" for name, value in settings.items())
-        source = f"the paper's settings for {variant} ({values})" if settings else "the paper's settings"
+        values = ", ".join(f"{name} {value}" for name, value in settings.items()) or "the defaults"
+        source = f"the paper's settings for {variant} ({values})" if paper else "the paper's settings"
         default = Args(**settings)
     else:
         source = "the settings of the embedded toy (with --model: the paper's)"
@@ -205,8 +203,6 @@ def refuse_other_names(flags: list[str]):
 # Flags that --resume must not change: the rows of a step, or the groups that wait in the pool, depend on
 # them.
 FIXED_BY_RESUME = {"batch_size", "group_size", "prompts_per_step", "round_prompts", "seed"}
-
-
 # Ranges of all four scripts' numbers. Those in POSITIVE must be positive, and those in AT_MOST_1 at most 1.
 # `check_flags` names three exceptions. Every other number must be at least 0.
 POSITIVE = {
@@ -235,7 +231,7 @@ def check_flags(args, batch_size: int, score=None):
     batch_size: the number of sequences or pairs in a step, which must be divisible by the number of ranks.
     """
     for name, value in vars(args).items():
-        if isinstance(value, str):
+        if not isinstance(value, int | float):
             continue
         if name == "log_epsilon_P":  # the lower bound; the upper one, log_epsilon_R, must be positive
             valid = value < 0
@@ -295,11 +291,6 @@ def load_args(Args, folder: Path, file: str):
 # after the current step.
 
 
-# Flags that name files, which may lie at different places on different machines. Ranks compare what they have
-# read there: `hash_data`, `utils.load_pretrained`, `open_folder`.
-PATHS = {"dataset", "eval_dataset", "model", "reward_model", "chat_template", "output_dir", "resume"}
-
-
 def setup(args, batch_size: int, score=None):
     """Checks the flags and starts the process group. Returns rank, world size and device.
 
@@ -323,8 +314,7 @@ def setup(args, batch_size: int, score=None):
         dist.init_process_group(backend)
     else:  # not started by torchrun: a process group of one rank needs no address
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    flags = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items() if name not in PATHS}
-    check_ranks_agree(flags)
+    check_ranks_agree({f"--{name.replace('_', '-')}": value for name, value in vars(args).items()})
     transformers.utils.logging.disable_progress_bar()
     if args.dtype == "auto":
         args.dtype = "bfloat16" if device.type == "cuda" else "float32"
@@ -375,80 +365,94 @@ class Signals:
         return max(gather(self.received))
 
 
-# === Rows ===
-# The rows of a file. To read another kind of file, extend `load_rows`. To read other columns, edit
-# `encode_row` in the script.
+def exit_after_signal(signal_number: int, folder: Path, step: int):
+    """Ends the process after a signal, with the exit status that a shell expects."""
+    print_main(f"\nstopped after {step} steps; to resume: --resume {folder}")
+    print_main("(ignore torchrun's traceback)")
+    # Not sys.exit, which would wait for the threads of grpo_math's grader.
+    os._exit(128 + signal_number)
 
 
-class Row(dict):
-    """A row that records which of its columns were read, by row[column] or row.get(column)."""
-
-    def __init__(self, values: dict):
-        super().__init__(values)
-        self.read = set()
-
-    def __getitem__(self, column: str):
-        self.read.add(column)
-        return super().__getitem__(column)
-
-    def get(self, column: str, default=None):
-        return self[column] if column in self else default
+# === Models ===
+# Loading models, and checking that all weights are there and that the sequences of a run are not too long.
+# Other code relies on the order of a model's parameters (TransformersEngine.update), on their names
+# (VllmEngine.update, `export`) and on a head that is one nn.Linear (`token_logps`). Adapters such as LoRA
+# change all three, so training, sampling or export would fail.
 
 
-def read_rows(name: str, split: str):
-    """Yields (number, row) of a .jsonl, .jsonl.gz or .parquet file, or of a Hub data set.
+def storage_dtype(args) -> torch.dtype:
+    """Returns the storage dtype of all models but the policy: bf16 if --dtype is, else fp32.
 
-    The lines of a .jsonl file are numbered from 1, and so are the rows of other files. At the end, the
-    columns that were never read are printed.
-
-    split: the split of a Hub data set; files have none.
+    The policy is always stored in fp32, because in bf16 most updates would be lost by rounding.
     """
-    columns = {}  # {column: whether it was read}
-    # A bar for large files. Every row is tokenized before the next one is read.
-    rows = tqdm(
-        load_rows(name, split), f"reading {name}", leave=False, unit=" rows", delay=2, disable=hide_bar()
-    )
-    for number, values in rows:
-        row = Row(values) if isinstance(values, dict) else values  # utils.check_row refuses what is no dict
-        yield number, row
-        for column in row:  # by now the caller has read the row
-            columns[column] = columns.get(column, False) or column in row.read
-    unread = [column for column, was_read in columns.items() if not was_read]
-    if unread:
-        print_main(f"{name}: columns that are not read: {', '.join(unread)}")
+    return torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
 
 
-def load_rows(name: str, split: str):
-    """Yields (number, row) for `read_rows`, each row as a plain object."""
-    if name.endswith((".jsonl", ".jsonl.gz")):
-        open_file = gzip.open if name.endswith(".gz") else open
-        with library_errors(name), open_file(name, "rt", encoding="utf-8-sig") as file:
-            lines = file.readlines()
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                with library_errors(f"{name}, line {number}"):
-                    values = json.loads(line, object_pairs_hook=unique_keys)
-                yield number, values
-    elif os.path.isfile(name) and not name.endswith(".parquet"):
-        raise InputError(f"{name}: convert it to .jsonl, .jsonl.gz or .parquet, for example with pandas")
-    else:
-        import datasets  # not at the top of the file, because the import takes a second
+def load_pretrained(auto_class, name: str, dtype, trust_remote_code: bool, flag: str = "--model"):
+    """Loads a model from safetensors files.
 
-        with library_errors(name):
-            if name.endswith(".parquet"):  # in memory, because load_dataset would read its cache
-                table = pyarrow.parquet.read_table(name)
-                # This decodes columns of JSON. The metadata may ask to decode images too.
-                rows = datasets.Dataset(table.replace_schema_metadata())
-            else:
-                rows = datasets.load_dataset(name, split=split)
-        yield from enumerate(rows, 1)
+    transformers only warns about a weight that the files lack or hold in another shape, and initializes it at
+    random. Here this is an InputError.
+
+    Args:
+        auto_class: for example AutoModelForCausalLM.
+        dtype: a dtype, or "auto": that of the files' first weight.
+        flag: the flag that has named the model, for error messages.
+    """
+    with library_errors(f"{flag} {name}"):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        config.dtype = None  # otherwise "auto" would be config.json's dtype, which may not be the files'
+        model, info = auto_class.from_pretrained(
+            name,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are refused below
+        )
+    parameters = dict(model.named_parameters()).keys()
+    missing = parameters & info["missing_keys"]  # missing buffers are computed
+    if missing:
+        raise InputError(f"{flag} {name}: its files have no {min(missing)}")
+    for weight, shape, expected in info["mismatched_keys"]:
+        raise InputError(f"{flag} {name}: its files have {weight} as {[*shape]} instead of {[*expected]}")
+    # Machines may hold different files under the same path.
+    check_ranks_agree({f"the checksum of {flag}'s weights": checksum(model)})
+    # For `export`. Usually all weights have the dtype of the files' first weight. But some models with
+    # experts keep their routers in fp32.
+    model.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # sdpa does not support the softcap (Gemma 2)
+    return model
 
 
-def unique_keys(pairs: list[tuple]) -> dict:
-    """Makes the object of a JSON text. Raises ValueError if a key occurs twice: json would take the last."""
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError(f"a key occurs twice among {[key for key, _ in pairs]}")
-    return dict(pairs)
+def checksum(model) -> int:
+    """Hashes the first 1000 numbers of every weight, so that ranks can compare what they loaded.
+
+    A difference behind these numbers is not found, but no rank has to read its files completely.
+    """
+    return sum(torch.hash_tensor(weight.flatten()[:1000]).item() for weight in model.parameters())
+
+
+def check_positions(config, longest: int):
+    """Raises InputError if a model has too few positions for sequences of `longest` tokens.
+
+    "dynamic" and "longrope" RoPE change the rotations of a whole micro-batch if one sequence is longer than
+    the original positions. Log-probs would then depend on the other sequences.
+    """
+    text_config = config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None) or math.inf
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    # {"rope_type": ...}, or one such dict for each type of layer: {"full_attention": {...}, ...}
+    for entry in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
+        if entry.get("rope_type") in ("dynamic", "longrope"):
+            positions = min(positions, entry.get("original_max_position_embeddings") or positions)
+    if longest > positions:
+        raise InputError(
+            f"{config.name_or_path}: {longest} tokens, but the model has {positions} positions: "
+            "lower --max-new-tokens, --max-prompt-length or --max-length"
+        )
 
 
 # === Folder and checkpoints ===
@@ -479,28 +483,16 @@ def open_folder(args, file: str) -> Path:
     """Creates or opens the run's folder and locks it until this process ends."""
     started = gather(int(1000 * time.time()))[0]  # rank 0's clock, on every rank
     folder = Path(args.resume or args.output_dir or f"runs/{Path(file).stem}__{args.seed}__{started}")
-    # Rank 0 makes this file and every rank looks for it. Every rank writes its part of a checkpoint. If the
-    # machines did not see the same disk, no machine would have a complete checkpoint.
-    marker = folder / f".started-{started}"
     if is_main():
         with library_errors(f"--output-dir {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".lock", timeout=0)
         with library_errors(f"{folder} (does another process use it?)"):
             lock.acquire()
-            marker.touch()
         # filelock releases a lock to which nothing refers. atexit refers to it until the process ends.
         atexit.register(lock.release)
         shutil.rmtree(folder / "checkpoints/unfinished", ignore_errors=True)  # left by a killed run
-    dist.barrier()
-    seen = gather(marker.exists())  # rank 0 removes the file only after every rank has looked
-    if not all(seen):
-        rank = seen.index(False)
-        raise InputError(
-            f"--output-dir {folder} is not on a disk that all machines see (rank {rank} does not)"
-        )
-    if is_main():
-        marker.unlink()
+    dist.barrier()  # no rank looks for checkpoints before rank 0 has opened the folder
     return folder
 
 
@@ -539,11 +531,10 @@ def save_checkpoint(args, folder: Path, policy, reference, optimizer, progress: 
     # checkpoint.
     unfinished = checkpoint.with_name("unfinished")
     state = training_state(policy, reference, optimizer)
-    text = json.dumps(vars(progress))
     with library_errors(f"{checkpoint} could not be written"):
         dcp.save(state, checkpoint_id=unfinished)
         if is_main():
-            (unfinished / "progress.json").write_text(text)
+            (unfinished / "progress.json").write_text(json.dumps(vars(progress)))
             shutil.rmtree(checkpoint, ignore_errors=True)  # a damaged checkpoint of this step
             unfinished.rename(checkpoint)
     if is_main() and args.keep_checkpoints:
@@ -553,16 +544,10 @@ def save_checkpoint(args, folder: Path, policy, reference, optimizer, progress: 
         up_to_now = checkpoints[checkpoints.index(checkpoint) :]
         for old in up_to_now[args.keep_checkpoints :]:
             shutil.rmtree(old, ignore_errors=True)
-    # Without this, a rank that exits after a signal could make torchrun end rank 0 before the renaming.
-    dist.barrier()
-
-
-def exit_after_signal(signal_number: int, folder: Path, step: int):
-    """Ends the process after a signal, with the exit status that a shell expects."""
-    print_main(f"\nstopped after {step} steps; to resume: --resume {folder}")
-    print_main("(ignore torchrun's traceback)")
-    # Not sys.exit, which would wait for the threads of grpo_math's grader.
-    os._exit(128 + signal_number)
+    dist.barrier()  # a rank that exits after a signal could make torchrun end rank 0 before the renaming
+    # Every rank has written its part. If machines see different disks, none has a complete checkpoint.
+    if not all(gather(checkpoint.exists())):
+        raise InputError(f"--output-dir {folder} is not on a disk that all machines see")
 
 
 def hash_data(groups: list[tuple], held_out: list[tuple]) -> str:
@@ -610,15 +595,13 @@ def load_checkpoint(folder: Path, policy, reference, optimizer, data_hash: str) 
 
 def restore(checkpoint: Path, policy, reference, optimizer) -> Progress:
     """Loads a checkpoint into both models and the optimizer."""
-    from utils import Example  # not at the top of the file, because utils imports this module
-
     progress = Progress(**json.loads((checkpoint / "progress.json").read_text()))
     for i, group in enumerate(progress.pool):  # JSON has turned all tuples into lists
         progress.pool[i] = tuple(Example(*fields) for fields in group)
     state = training_state(policy, reference, optimizer)
     # A weight that never had a gradient has no Adam moments in the checkpoint. allow_partial_load keeps the
-    # zeros that `training_state` created. It would also keep weights of --model that the checkpoint lacks, so
-    # these are compared first.
+    # zeros that `training_state` created. dcp.load would also ignore weights that --model or the checkpoint
+    # lacks, so these are compared first.
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     shapes = {f"policy.{name}": weight.shape for name, weight in state["policy"].items()}
@@ -640,7 +623,7 @@ def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
     for name, tensor in policy.state_dict().items():
         if name in policy.all_tied_weights_keys:  # the files have a tied head only as the embedding
             continue
-        tensor = tensor.to(policy.dtypes[name])  # from utils.load_pretrained
+        tensor = tensor.to(policy.dtypes[name])  # from `load_pretrained`
         if hasattr(tensor, "full_tensor"):
             tensor = tensor.full_tensor()  # all ranks gather the shards together
         if not tensor.isfinite().all():
@@ -668,52 +651,6 @@ def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
 # here. `step`, `loss`, `grad_norm` and `perf/step_time` must be among them.
 
 
-class Means:
-    """Weighted means of a step's metrics, over all micro-batches and ranks."""
-
-    def __init__(self):
-        self.sums = {}  # {name: (sum of value · weight, sum of weights)}
-
-    def add(self, values, weights=None):
-        """Adds the values of a micro-batch.
-
-        Args:
-            values: {name: one value for each sequence, pair or token}.
-            weights: a tensor of the same shape; a mask selects the values to average. None: all.
-        """
-        for name, value in values.items():
-            weight = torch.ones_like(value) if weights is None else weights
-            total = (value.detach() * weight).sum()
-            sums = torch.stack([total.double(), weight.sum().double()])
-            self.sums[name] = self.sums.get(name, 0) + sums
-
-    def reduce(self) -> dict[str, float]:
-        """Returns the means over all ranks. Metrics whose weights are all 0 are omitted.
-
-        Every rank must have added the same names in the same order.
-        """
-        sums = torch.stack(list(self.sums.values()))  # (names, 2)
-        dist.all_reduce(sums)
-        pairs = zip(self.sums, sums.tolist())
-        return {name: total / weight for name, (total, weight) in pairs if weight > 0}
-
-
-def check_shape(function: str, tensor, shape):
-    """Raises ValueError if an edited function returns another shape, which broadcasting would hide."""
-    if tensor.shape != torch.Size(shape):
-        raise ValueError(
-            f"{function} returned a tensor of shape {tuple(tensor.shape)} instead of {tuple(shape)}"
-        )
-
-
-def check_finite(metrics: dict):
-    """Raises InputError, before the update, if a step's loss or gradient norm is not finite."""
-    loss = metrics["loss"]
-    grad_norm = metrics["grad_norm"]
-    if not math.isfinite(loss + grad_norm):
-        raise InputError(f"step {metrics['step']}: loss {loss}, gradient norm {grad_norm}; lower --lr")
-
-
 def perf_metrics(started: float, tokens: int) -> dict[str, float]:
     """Returns the time and throughput of a step that began at `started`, and the peak memory.
 
@@ -736,36 +673,15 @@ def perf_metrics(started: float, tokens: int) -> dict[str, float]:
 def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple], groups_per_step: int):
     """Prints what a run will do, and the first prompt as the policy reads it."""
     parameters = sum(parameter.numel() for parameter in policy.parameters())
-    final_bytes = sum(
-        parameter.numel() * policy.dtypes[name].itemsize for name, parameter in policy.named_parameters()
-    )
     # bytes per parameter: policy and two Adam moments in fp32 (12), reference in bf16 (2) or fp32 (4)
     checkpoint_bytes = parameters * (14 if args.dtype == "bfloat16" else 16)
-    plan = f"{args.num_steps} steps"
-    online = getattr(args, "online", False)
-    if online:
-        plan += f", rounds of {min(args.round_prompts, len(groups))} of {len(groups)} prompts"
-    else:
-        epochs = args.num_steps * groups_per_step / len(groups)
-        plan += f" of {groups_per_step} rows, {epochs:.3g} epochs of {len(groups):,} rows"
-    lengths = [example.length for group in groups for example in group if example.completion_ids]
-    if lengths and not online:
-        tokens = sum(lengths) / len(groups) * groups_per_step
-        plan += f", about {tokens:,.0f} tokens a step"
     print_main(f"model: {args.model}, {parameters:,} parameters, {args.dtype}")
-    print_main(f"training: {plan}")
-    sizes = f"a checkpoint has {checkpoint_bytes / 1e6:,.0f} MB, final/ {final_bytes / 1e6:,.0f} MB"
-    print_main(f"files: {folder}; {sizes}")
+    print_main(f"training: {args.num_steps} steps of {groups_per_step} groups; {len(groups):,} rows")
+    print_main(f"files: {folder}; a checkpoint has {checkpoint_bytes / 1e6:,.0f} MB")
     first = groups[0][0]
-    print_main(f"the first prompt ({len(first.prompt_ids)} tokens):\n{tokenizer.decode(first.prompt_ids)}")
-    if first.completion_ids:
-        text = tokenizer.decode(first.completion_ids)
-        print_main(f"its completion ({len(first.completion_ids)} tokens):\n{text}")
-    if args.eval_dataset:
-        print_main("evaluating before training")
-
-
-NUM_WRITTEN = 16  # samples of an evaluation that samples.jsonl keeps
+    for name, ids in (("prompt", first.prompt_ids), ("completion", first.completion_ids)):
+        if ids:
+            print_main(f"the first {name} ({len(ids)} tokens):\n{tokenizer.decode(ids)}")
 
 
 class Log:
@@ -778,7 +694,6 @@ class Log:
         """
         self.folder = folder
         self.num_steps = args.num_steps
-        self.before = before
         if not is_main():
             return
         self.bar = tqdm(total=args.num_steps, initial=start, disable=hide_bar())
@@ -788,29 +703,26 @@ class Log:
         if start:
             for path in (self.path, self.samples_path):
                 path.touch()  # it may have been removed
-                lines = path.read_text(encoding="utf-8").splitlines()
-                # A full disk may have left a part of the last line.
-                kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] < start]
-                write_file(path, "".join(f"{line}\n" for line in kept))
+                kept = []
+                for line in path.read_text(encoding="utf-8").splitlines():
+                    with suppress(ValueError):  # a full disk may have left a part of the last line
+                        if json.loads(line)["step"] < start:
+                            kept.append(f"{line}\n")
+                write_file(path, "".join(kept))
         else:
             self.samples_path.unlink(missing_ok=True)  # of a process that ended before its first step
             self.write_tensorboard(self.evaluation(0, before), 0)
 
     def evaluation(self, step: int, evaluation) -> dict[str, float]:
-        """Writes the first samples of an evaluation after `step` updates. Returns its means, for metrics."""
+        """Writes the samples of an evaluation after `step` updates. Returns its means, for metrics."""
         means = {name: mean for name, (mean, _, _) in evaluation.statistics.items()}
         if not is_main():
             return means
         with library_errors(f"{self.samples_path} could not be written"), self.samples_path.open("a") as file:
-            for sample in evaluation.samples[:NUM_WRITTEN]:
+            for sample in evaluation.samples:
                 line = {"step": step, "prompt": sample.question, "sample": sample.text}
                 line |= {"reward": sample.reward, "finished": sample.finished}
                 file.write(json.dumps(line | {"tokens": len(sample.completion_ids)}) + "\n")
-        if "eval/reward" in means:  # otherwise nothing gives rewards
-            first_reward, *_ = self.before.statistics["eval/reward"]
-            finished = means["eval/finished"]
-            if finished < 0.5 and means["eval/reward"] > first_reward:
-                tqdm.write(f"warning: the reward has risen, but only {finished:.0%} of the samples end")
         return means
 
     def write(self, metrics):
@@ -821,8 +733,6 @@ class Log:
             file.write(json.dumps(metrics) + "\n")
         self.write_tensorboard(metrics, metrics["step"])
         done = metrics["step"] + 1
-        if metrics.get("grpo/zero_advantage_groups") == 1:
-            tqdm.write(f"warning: step {done}: in every group all rewards are equal, so advantages are 0")
         self.bar.set_postfix(loss=metrics["loss"], grad_norm=metrics["grad_norm"], refresh=False)
         self.bar.update()
         is_due = done == 1 or done % math.ceil(self.num_steps / 10) == 0
@@ -839,7 +749,7 @@ class Log:
             self.writer.flush()  # so that a killed run loses no step
 
     def report(self, before, after):
-        """Prints what training has changed. Writes summary.json, and outputs.json in AlpacaEval's format.
+        """Prints what training has changed, and writes summary.json.
 
         before, after: the evaluations before and after training.
         """
@@ -849,12 +759,6 @@ class Log:
         self.write_tensorboard(self.evaluation(self.num_steps, after), self.num_steps)
         summary = {"before": before.statistics, "after": after.statistics}
         write_file(self.folder / "summary.json", json.dumps(summary, indent=2))
-        outputs = []
-        for sample in after.samples:
-            output = {"instruction": sample.question, "output": sample.text, "generator": self.folder.name}
-            outputs.append(output)
-        if outputs:
-            write_file(self.folder / "outputs.json", json.dumps(outputs, indent=2, ensure_ascii=False))
         if after.statistics:
             print(f"\n{'mean ± standard error':24}{'before':>20}{'after':>20}")
         for name, (mean, error, count) in after.statistics.items():
