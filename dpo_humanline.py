@@ -13,8 +13,9 @@ Main differences from the authors' code (all: docs/dpo.md, section 8):
     - The loss is the mean over the global batch. The authors' code averages the means of micro-batches.
 
 Notation: P pairs are 2P sequences of T tokens; log-probs in nats; a mask is 1 at completion tokens and 0
-elsewhere. An Example is a prompt with at most one completion. A group is a tuple of Examples of one prompt:
-here (chosen, rejected), or (prompt,) for a row without completions.
+elsewhere. A utils.Example is a prompt with at most one completion: prompt (a text or messages), prompt_ids,
+completion_ids and so on. A group is a tuple of Examples of one prompt: here (chosen, rejected), or one
+Example without completion_ids for a row of a prompt alone.
 """
 
 import time
@@ -47,8 +48,8 @@ class Args:
     humanline: bool = True
     # Optimizer steps between syncs of the reference (paper: 1); 0: syncs only when an online round starts.
     k: int = 1
-    log_epsilon_P: float = -1.5  # lower bound of a token's log π_θ/π_ref, in nats (Table 1); -inf: none
-    log_epsilon_R: float = 1.5  # upper bound of a token's log π_θ/π_ref, in nats (Table 1); inf: none
+    log_epsilon_P: float = -1.5  # log ε_P, minimum of a token's log π_θ/π_ref, in nats (Table 1); -inf: none
+    log_epsilon_R: float = 1.5  # log ε_R, maximum of a token's log π_θ/π_ref, in nats (Table 1); inf: none
     # optimization
     num_steps: int = 312  # optimizer steps: 10K pairs in batches of 32 (Table 1)
     batch_size: int = 32  # pairs per optimizer step, over all ranks (Table 1)
@@ -85,7 +86,8 @@ class Args:
     samples_per_prompt: int = 8  # samples per prompt, of which the best and the worst form a pair (Table 1)
     reward_threshold: float = 0.01  # τ: minimum difference of a pair's rewards (Table 1)
     # sampling
-    max_new_tokens: int = 2048  # maximum sampled tokens (paper: 2048); training truncates to --max-length
+    # Maximum sampled tokens (paper: 2048). Training truncates samples to --max-length, as the paper does.
+    max_new_tokens: int = 2048
     temperature: float = 0.7  # sampling temperature (Table 1); log-probs in training use 1
     top_p: float = 0.95  # nucleus sampling threshold (Table 1)
     engine: Literal["auto", "vllm", "hf"] = "auto"  # hf: transformers; auto: vLLM if installed, else hf
@@ -110,7 +112,8 @@ PAPER = {
 FOLDER = Path(__file__).resolve().parent / "toy" / "bouquets"
 # Settings of the toy, which replace the defaults above. lr, k and β were chosen on one seed (docs/dpo.md,
 # section 10). Adam divides each gradient by its own size, so that weights which get only noise would move as
-# far as all others. A larger ε keeps them still.
+# far as all others. A larger ε keeps them still. The toy shows syncing alone: no token's log-ratio reaches a
+# humanline bound here, and nearly all gradients are longer than --max-grad-norm.
 TOY = dict(
     model=f"{FOLDER}/policy",
     reward_model=f"{FOLDER}/reward_model",
@@ -138,11 +141,15 @@ def dpo_loss(log_ratio, mask, beta: float):
         mask: (2P, T), 1 at completion tokens.
 
     Returns:
-        The losses of the pairs (P,), and the rewards (2P,), detached.
+        The losses of the pairs, (P,).
     """
-    rewards = beta * (log_ratio * mask).sum(-1)  # (2P,)
-    chosen, rejected = rewards.chunk(2)  # (P,) each
-    return -F.logsigmoid(chosen - rejected), rewards.detach()
+    chosen, rejected = implicit_rewards(log_ratio, mask, beta)
+    return -F.logsigmoid(chosen - rejected)
+
+
+def implicit_rewards(log_ratio, mask, beta: float):
+    """Computes β Σ_t log_ratio of the chosen and of the rejected completions, (P,) each."""
+    return (beta * (log_ratio * mask).sum(-1)).chunk(2)
 
 
 def clip_log_ratio(args, log_ratio):
@@ -156,8 +163,10 @@ def clip_log_ratio(args, log_ratio):
 def sync_reference(reference, policy):
     """Copies the policy's weights into the reference: π_ref ← π_θ.
 
-    Both models are sharded in the same way, so every rank copies its own shards without communication. A
-    reference that is stored in bf16 gets rounded weights, which are those that the policy computes with.
+    Both models are sharded in the same way, so every rank copies its own shards without communication. If the
+    reference is stored in bf16, the copy rounds in the same way as FSDP rounds the policy's weights before
+    each forward pass. A slow average of the policy's weights needs a reference in fp32 (`load_models`),
+    because bf16 would round its small changes away.
     """
     for target, source in zip(reference.parameters(), policy.parameters(), strict=True):
         target.to_local().copy_(source.to_local())
@@ -189,7 +198,8 @@ def main(args: Args):
     run.print_plan(args, output_dir, policy, tokenizer, groups, args.batch_size)
     # A resumed run evaluates the initial policy again: it is the baseline of every later evaluation.
     before = evaluate(args, policy, sampler, held_out)
-    # A new run has no checkpoint and starts at step 0.
+    # Number of steps and rounds, and the pool, all of which are saved in checkpoints. A new run has no
+    # checkpoint and starts at step 0.
     progress = run.load_checkpoint(output_dir, policy, reference, optimizer, data_hash)
     # after the load, so that a failed resume leaves args.json as it was
     run.save_args(args, output_dir, __file__)
@@ -206,7 +216,8 @@ def main(args: Args):
         if not args.online:
             batch = draw_batch(groups, step, args.batch_size, args.seed)
         else:
-            # A round usually gives several batches. The groups that this step does not use wait in the pool.
+            # A round usually gives several batches. The groups that this step does not use wait in the pool,
+            # even if a new round is drawn and the reference synced before they are used.
             while len(progress.pool) < args.batch_size:
                 progress.round += 1
                 sync_reference(reference, policy)  # Algorithm 1, line 3: with and without humanline
@@ -217,11 +228,13 @@ def main(args: Args):
             progress.pool = progress.pool[args.batch_size :]
 
         # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
-        # micro-batches. It also sums the gradients over ranks (see `shard_model`).
+        # micro-batches. It also sums the gradients over ranks (`shard_model` sets this). It does not sum a
+        # penalty on the weights themselves: add such a term in one micro-batch of each rank, not divided by
+        # anything.
         lengths = [chosen.length + rejected.length for chosen, rejected in batch]
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
         means = utils.Means()
-        for indices in micro_batches[rank::world]:
+        for indices in micro_batches[rank::world]:  # number i is for rank i % world
             chosen = [batch[i][0] for i in indices]
             rejected = [batch[i][1] for i in indices]
             input_ids, mask = utils.pad_batch(chosen + rejected, device)  # (2P, T)
@@ -233,11 +246,11 @@ def main(args: Args):
             log_ratio = logps - ref_logps  # (2P, T)
             clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (2P, T)
             utils.check_shape("clip_log_ratio", clipped_log_ratio, mask.shape)
-            losses, rewards = dpo_loss(clipped_log_ratio, mask, args.beta)  # (P,), (2P,)
+            losses = dpo_loss(clipped_log_ratio, mask, args.beta)  # (P,)
             utils.check_shape("dpo_loss", losses, (len(indices),))
             (losses.sum() / args.batch_size).backward()  # summed over ranks: the mean over the global batch
 
-            means.add(pair_metrics(losses, rewards, logps, mask))
+            means.add(pair_metrics(losses, clipped_log_ratio, logps, mask, args.beta))
             means.add(clipping_metrics(args, log_ratio), mask)
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
         metrics["grad_norm"] = grad_norm.full_tensor().item()  # global norm before clipping
@@ -253,13 +266,14 @@ def main(args: Args):
 
         # The update. The learning rate rises linearly (warmup: Table 1) and then stays constant.
         metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
-        for param_group in optimizer.param_groups:
+        for param_group in optimizer.param_groups:  # a group's own rate would have to be scaled here
             param_group["lr"] = metrics["lr"]
         optimizer.step()
         optimizer.zero_grad()
 
         progress.step = step + 1
         log.write(metrics | run.perf_metrics(started, sum(lengths)))
+        # If any rank has received SIGINT or SIGTERM, all ranks write a checkpoint and end.
         signal_number = signals.received_by_any_rank()
         if signal_number or run.checkpoint_is_due(args, progress.step):
             run.save_checkpoint(args, output_dir, policy, reference, optimizer, progress)
@@ -409,11 +423,13 @@ def load_models(args, device, longest: int):
         buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         for block in decoder_blocks(policy):
-            # Not transformers' own checkpointing, because it needs train mode, which would start dropout.
+            # Replaces the block's forward by one that recomputes activations in backward. transformers' own
+            # checkpointing needs train mode, which would start dropout.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     for name, model in (("policy", policy), ("reference", reference)):
-        # If sequences that are packed together attended to each other, log-probs would be wrong without any
-        # error. Therefore `choose_attention` compares packed log-probs with a plain forward pass.
+        # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
+        # log-probs would be wrong without any error. Therefore `choose_attention` compares packed log-probs
+        # with a plain forward pass.
         attention = utils.choose_attention(model, longest)
         run.print_main(f"attention of the {name}: {attention}")
         if args.compile:
@@ -528,9 +544,8 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
         examples = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
         logps, mask = utils.completion_logps(policy, examples, args.micro_batch_tokens)  # (2P, T) each
         log_ratio = logps - (initial.logps if initial else logps)  # 0 for the initial policy
-        losses, rewards = dpo_loss(log_ratio, mask, args.beta)  # (P,), (2P,)
-        chosen, rejected = rewards.chunk(2)  # (P,) each
-        values["eval/loss"] = losses
+        chosen, rejected = implicit_rewards(log_ratio, mask, args.beta)  # (P,) each
+        values["eval/loss"] = dpo_loss(log_ratio, mask, args.beta)
         values["eval/accuracy"] = utils.above(chosen, rejected)
         values["eval/margin"] = chosen - rejected  # β · nats
     # A prompt that stands in several rows is sampled once for each of them.
@@ -540,9 +555,9 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
 
 
 # === Metrics ===
-def pair_metrics(losses, rewards, logps, mask):
+def pair_metrics(losses, clipped_log_ratio, logps, mask, beta: float):
     """Returns loss, rewards and log-probs of each pair, (P,) each."""
-    chosen, rejected = rewards.chunk(2)
+    chosen, rejected = implicit_rewards(clipped_log_ratio, mask, beta)
     chosen_logps, rejected_logps = (logps * mask).sum(-1).chunk(2)
     return {
         "loss": losses,

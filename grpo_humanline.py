@@ -8,19 +8,21 @@ GRPO into humanline GRPO: the clamp in `clip_log_ratio`, and the sync before `op
 
 To change the method, edit `grpo_loss` or `group_advantages`. To read other data, edit `encode_row`.
 
-Differences from equation 1, as in C.1.4:
+Where the paper's C.1.4, and this file, depart from its equation 1:
     - The loss is the mean over all completion tokens of the global batch. Equation 1 first takes the mean of
       each completion.
     - There is no π_old: the reference is the denominator of the ratio and the target of the KL penalty. For
       the penalty, equation 1 uses a fixed policy.
 Differences from the paper and the authors' code (docs/grpo.md):
-    - Advantages divide by the population's std alone. The authors' code adds 0.01 to the std.
-    - In a group of more than 2 completions, if all rewards differ by less than τ, they count as equal.
+    - Advantages divide by the std with correction=0, and nothing is added to it. The authors' code adds 0.01.
+    - In a group of more than 2 completions, rewards that differ by less than --reward-threshold count as
+      equal.
     - Gradients are clipped by their global norm. In the authors' code each rank uses the norm of its shards.
 
-Notation: B sequences of T tokens; log-probs in nats; a mask is 1 at completion tokens and 0 elsewhere. An
-Example is a prompt with at most one completion. A group is a tuple of Examples of one prompt: here its G
-completions, best first, or (prompt,) for a row without completions. A group's prompt is read from group[0].
+Notation: B sequences of T tokens; log-probs in nats; a mask is 1 at completion tokens and 0 elsewhere. A
+utils.Example is a prompt with at most one completion: prompt (a text or messages), prompt_ids,
+completion_ids, reward and so on. A group is a tuple of Examples of one prompt: here its G completions, best
+first, or one Example without completion_ids for a row of a prompt alone.
 """
 
 import time
@@ -47,8 +49,9 @@ class Args:
     # algorithm
     beta: float = 0.01  # weight of the KL penalty (Table 3)
     epsilon: float = 0.15  # the ratio is clipped to 1 ± ε (Table 3; other variants: PAPER)
-    # Completions per group (G). 2: a pair, or the best and the worst of several completions (C.1.4); larger:
-    # all completions of a row, or all samples of a prompt.
+    # Completions per group (G). 2: a pair, that is chosen and rejected, or the best and the worst completion
+    # of a row, or of --samples-per-prompt samples (C.1.4). More: all completions of a row, or G samples of a
+    # prompt.
     group_size: int = 2
     # humanline
     # --no-humanline: no humanline clipping (ε still clips), and syncs only when an online round starts. With
@@ -56,8 +59,8 @@ class Args:
     humanline: bool = True
     # Optimizer steps between syncs of the reference (paper: 1); 0: syncs only when an online round starts.
     k: int = 1
-    log_epsilon_P: float = -1.5  # lower bound of a token's log π_θ/π_ref, in nats (Table 1); -inf: none
-    log_epsilon_R: float = 1.5  # upper bound of a token's log π_θ/π_ref, in nats (Table 1); inf: none
+    log_epsilon_P: float = -1.5  # log ε_P, minimum of a token's log π_θ/π_ref, in nats (Table 1); -inf: none
+    log_epsilon_R: float = 1.5  # log ε_R, maximum of a token's log π_θ/π_ref, in nats (Table 1); inf: none
     # optimization
     num_steps: int = 312  # optimizer steps: 20K sequences in batches of 64 (Table 1)
     batch_size: int = 64  # sequences per optimizer step, over all ranks (Table 1); a pair is two
@@ -100,7 +103,8 @@ class Args:
     # tested.
     reward_threshold: float = 0.01
     # sampling
-    max_new_tokens: int = 2048  # maximum sampled tokens (paper: 2048); training truncates to --max-length
+    # Maximum sampled tokens (paper: 2048). Training truncates samples to --max-length, as the paper does.
+    max_new_tokens: int = 2048
     temperature: float = 0.7  # sampling temperature (Table 1); log-probs in training use 1
     top_p: float = 0.95  # nucleus sampling threshold (Table 1)
     engine: Literal["auto", "vllm", "hf"] = "auto"  # hf: transformers; auto: vLLM if installed, else hf
@@ -120,7 +124,8 @@ class Args:
 # With --model, what differs from the defaults above in the other variants of Table 3, by (online, humanline)
 PAPER = {(False, False): dict(epsilon=0.5), (True, True): dict(max_grad_norm=0.5)}
 FOLDER = Path(__file__).resolve().parent / "toy" / "tales"
-# Settings of the toy, which replace the defaults above. At this learning rate, k = 1 makes the policy worse
+# Settings of the toy, which replace the defaults above. With k = 1, the reference is one update old and
+# hardly holds the policy back. At this learning rate the policy then becomes worse
 # (paper/results/figure8.csv).
 TOY = dict(
     model=f"{FOLDER}/policy",
@@ -135,16 +140,14 @@ TOY = dict(
     generation_batch_size=256,
 )
 TOY_ONLINE = dict(dataset=f"{FOLDER}/prompts_train.jsonl.gz")
-# A Python function can give the rewards of samples, instead of --reward-model. Replace None by its name
-# (docs/grpo.md has an example). It gets a list of utils.Example, and returns a tensor with their rewards.
-SCORE = None
 
 
 # === Loss ===
 def grpo_loss(clipped_log_ratio, log_ratio, advantages, beta: float, epsilon: float):
     """Computes the negative of equation 1 for every token: β k3 - min(A ratio, A clamp(ratio, 1-ε, 1+ε)).
 
-    Tokens of the prompt and padding get losses too. The caller multiplies them by the mask.
+    ε stops the gradient of tokens that have already moved as A wants. The humanline bounds also stop tokens
+    that have moved far against it. Tokens of the prompt and padding get losses too, which `main` masks.
 
     Args:
         clipped_log_ratio: (B, T) token log π_θ/π_ref in nats, after humanline clipping. It gives the ratio.
@@ -161,7 +164,7 @@ def grpo_loss(clipped_log_ratio, log_ratio, advantages, beta: float, epsilon: fl
 
 def k3(log_ratio):
     """Estimates the KL divergence by π_ref/π_θ + log π_θ/π_ref - 1 (k3 of joschu.net/blog/kl-approx.html)."""
-    return torch.expm1(-log_ratio) + log_ratio  # exp(-x) - 1 would lose its digits near 0
+    return torch.expm1(-log_ratio) + log_ratio  # near 0, exp(-x) - 1 would lose digits of the metric
 
 
 def group_advantages(rewards):
@@ -189,8 +192,10 @@ def clip_log_ratio(args, log_ratio):
 def sync_reference(reference, policy):
     """Copies the policy's weights into the reference: π_ref ← π_θ.
 
-    Both models are sharded in the same way, so every rank copies its own shards without communication. A
-    reference that is stored in bf16 gets rounded weights, which are those that the policy computes with.
+    Both models are sharded in the same way, so every rank copies its own shards without communication. If the
+    reference is stored in bf16, the copy rounds in the same way as FSDP rounds the policy's weights before
+    each forward pass. A slow average of the policy's weights needs a reference in fp32 (`load_models`),
+    because bf16 would round its small changes away.
     """
     for target, source in zip(reference.parameters(), policy.parameters(), strict=True):
         target.to_local().copy_(source.to_local())
@@ -223,7 +228,8 @@ def main(args: Args):
     run.print_plan(args, output_dir, policy, tokenizer, groups, groups_per_step)
     # A resumed run evaluates the initial policy again: it is the baseline of every later evaluation.
     before = evaluate(args, policy, sampler, held_out)
-    # A new run has no checkpoint and starts at step 0.
+    # Number of steps and rounds, and the pool, all of which are saved in checkpoints. A new run has no
+    # checkpoint and starts at step 0.
     progress = run.load_checkpoint(output_dir, policy, reference, optimizer, data_hash)
     # after the load, so that a failed resume leaves args.json as it was
     run.save_args(args, output_dir, __file__)
@@ -240,7 +246,8 @@ def main(args: Args):
         if not args.online:
             batch = draw_batch(groups, step, groups_per_step, args.seed)
         else:
-            # A round usually gives several batches. The groups that this step does not use wait in the pool.
+            # A round usually gives several batches. The groups that this step does not use wait in the pool,
+            # even if a new round is drawn and the reference synced before they are used.
             while len(progress.pool) < groups_per_step:
                 progress.round += 1
                 sync_reference(reference, policy)  # Algorithm 1, line 3: with and without humanline
@@ -259,12 +266,14 @@ def main(args: Args):
         metrics["grpo/zero_advantage_groups"] = (rewards.amax(1) == rewards.amin(1)).double().mean().item()
 
         # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
-        # micro-batches. It also sums the gradients over ranks (see `shard_model`).
+        # micro-batches. It also sums the gradients over ranks (`shard_model` sets this). It does not sum a
+        # penalty on the weights themselves: add such a term in one micro-batch of each rank, not divided by
+        # anything.
         lengths = [example.length for example in examples]
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
         completion_tokens = sum(len(example.completion_ids) for example in examples)
         means = utils.Means()
-        for indices in micro_batches[rank::world]:
+        for indices in micro_batches[rank::world]:  # number i is for rank i % world
             input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
 
             # [:, t] is log π(token t | all tokens before it), in nats, and 0 where mask is 0.
@@ -299,13 +308,14 @@ def main(args: Args):
 
         # The update. The learning rate rises linearly (warmup: Table 1) and then stays constant.
         metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
-        for param_group in optimizer.param_groups:
+        for param_group in optimizer.param_groups:  # a group's own rate would have to be scaled here
             param_group["lr"] = metrics["lr"]
         optimizer.step()
         optimizer.zero_grad()
 
         progress.step = step + 1
         log.write(metrics | run.perf_metrics(started, sum(lengths)))
+        # If any rank has received SIGINT or SIGTERM, all ranks write a checkpoint and end.
         signal_number = signals.received_by_any_rank()
         if signal_number or run.checkpoint_is_due(args, progress.step):
             run.save_checkpoint(args, output_dir, policy, reference, optimizer, progress)
@@ -494,11 +504,13 @@ def load_models(args, device, longest: int):
         buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         for block in decoder_blocks(policy):
-            # Not transformers' own checkpointing, because it needs train mode, which would start dropout.
+            # Replaces the block's forward by one that recomputes activations in backward. transformers' own
+            # checkpointing needs train mode, which would start dropout.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     for name, model in (("policy", policy), ("reference", reference)):
-        # If sequences that are packed together attended to each other, log-probs would be wrong without any
-        # error. Therefore `choose_attention` compares packed log-probs with a plain forward pass.
+        # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
+        # log-probs would be wrong without any error. Therefore `choose_attention` compares packed log-probs
+        # with a plain forward pass.
         attention = utils.choose_attention(model, longest)
         run.print_main(f"attention of the {name}: {attention}")
         if args.compile:
@@ -549,6 +561,11 @@ def decoder_blocks(model):
 
 
 # === Rounds and evaluation ===
+# A Python function can give the rewards of samples, instead of --reward-model. Replace None by its name
+# (docs/grpo.md has an example). It gets a list of utils.Example, and returns a tensor with their rewards.
+SCORE = None
+
+
 def sample_round(args, sampler, policy, groups: list[tuple], number: int):
     """Samples the policy for the next prompts and makes groups of the samples (Algorithm 1).
 

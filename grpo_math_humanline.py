@@ -23,9 +23,10 @@ Differences from the paper and the authors' code (all: docs/grpo_math.md):
     - Answers that cannot be graded within limits of time and memory count as wrong. Problems whose gold
       answer cannot be graded are dropped.
 
-Notation: B sequences of T tokens; log-probs in nats; a mask is 1 at completion tokens and 0 elsewhere. An
-Example is a prompt with at most one completion. A group is a tuple of Examples of one prompt: here the G
-samples of a problem or, in a data set, the problem alone.
+Notation: B sequences of T tokens; log-probs in nats; a mask is 1 at completion tokens and 0 elsewhere. A
+utils.Example is a prompt with at most one completion: prompt (a text or messages), prompt_ids,
+completion_ids, reward, answer and so on. A group is a tuple of Examples of one prompt: here the G samples of
+a problem or, in a data set, one Example without completion_ids.
 """
 
 import math
@@ -64,8 +65,8 @@ class Args:
     # Optimizer steps between syncs of the reference (Table 2: 12 to 24; 1 collapses); 0: syncs only when a
     # round starts.
     k: int = 16
-    log_epsilon_P: float = -1.5  # lower bound of a token's log π_θ/π_ref, in nats (Table 2); -inf: none
-    log_epsilon_R: float = 1.5  # upper bound of a token's log π_θ/π_ref, in nats (Table 2); inf: none
+    log_epsilon_P: float = -1.5  # log ε_P, minimum of a token's log π_θ/π_ref, in nats (Table 2); -inf: none
+    log_epsilon_R: float = 1.5  # log ε_R, maximum of a token's log π_θ/π_ref, in nats (Table 2); inf: none
     # optimization
     num_steps: int = 1600  # optimizer steps (paper: 1600)
     prompts_per_step: int = 32  # problems per optimizer step, over all ranks (paper: 32)
@@ -136,7 +137,8 @@ TOY = dict(
 def grpo_loss(clipped_log_ratio, log_ratio, advantages, beta: float, epsilon: float):
     """Computes the negative of equation 1 for every token: β k3 - min(A ratio, A clamp(ratio, 1-ε, 1+ε)).
 
-    Tokens of the prompt and padding get losses too. The caller multiplies them by the mask.
+    ε stops the gradient of tokens that have already moved as A wants. The humanline bounds also stop tokens
+    that have moved far against it. Tokens of the prompt and padding get losses too, which `main` masks.
 
     Args:
         clipped_log_ratio: (B, T) token log π_θ/π_ref in nats, after humanline clipping. It gives the ratio.
@@ -153,7 +155,7 @@ def grpo_loss(clipped_log_ratio, log_ratio, advantages, beta: float, epsilon: fl
 
 def k3(log_ratio):
     """Estimates the KL divergence by π_ref/π_θ + log π_θ/π_ref - 1 (k3 of joschu.net/blog/kl-approx.html)."""
-    return torch.expm1(-log_ratio) + log_ratio  # exp(-x) - 1 would lose its digits near 0
+    return torch.expm1(-log_ratio) + log_ratio  # near 0, exp(-x) - 1 would lose digits of the metric
 
 
 def group_advantages(rewards):
@@ -178,8 +180,10 @@ def clip_log_ratio(args, log_ratio):
 def sync_reference(reference, policy):
     """Copies the policy's weights into the reference: π_ref ← π_θ.
 
-    Both models are sharded in the same way, so every rank copies its own shards without communication. A
-    reference that is stored in bf16 gets rounded weights, which are those that the policy computes with.
+    Both models are sharded in the same way, so every rank copies its own shards without communication. If the
+    reference is stored in bf16, the copy rounds in the same way as FSDP rounds the policy's weights before
+    each forward pass. A slow average of the policy's weights needs a reference in fp32 (`load_models`),
+    because bf16 would round its small changes away.
     """
     for target, source in zip(reference.parameters(), policy.parameters(), strict=True):
         target.to_local().copy_(source.to_local())
@@ -211,7 +215,8 @@ def main(args: Args):
     run.print_plan(args, output_dir, policy, tokenizer, problems, args.prompts_per_step)
     # A resumed run evaluates the initial policy again: it is the baseline of the report.
     before = evaluate(args, policy, sampler, grader, held_out)
-    # A new run has no checkpoint and starts at step 0.
+    # Number of steps and rounds, and the pool, all of which are saved in checkpoints. A new run has no
+    # checkpoint and starts at step 0.
     progress = run.load_checkpoint(output_dir, policy, reference, optimizer, data_hash)
     # after the load, so that a failed resume leaves args.json as it was
     run.save_args(args, output_dir, __file__)
@@ -246,12 +251,14 @@ def main(args: Args):
         metrics |= sample_metrics(examples, rewards)
 
         # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
-        # micro-batches. It also sums the gradients over ranks (see `shard_model`).
+        # micro-batches. It also sums the gradients over ranks (`shard_model` sets this). It does not sum a
+        # penalty on the weights themselves: add such a term in one micro-batch of each rank, not divided by
+        # anything.
         lengths = [example.length for example in examples]
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
         completion_tokens = sum(len(example.completion_ids) for example in examples)
         means = utils.Means()
-        for indices in micro_batches[rank::world]:
+        for indices in micro_batches[rank::world]:  # number i is for rank i % world
             input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
 
             # [:, t] is log π(token t | all tokens before it), in nats, and 0 where mask is 0.
@@ -283,13 +290,14 @@ def main(args: Args):
 
         # The update. The learning rate rises linearly (warmup: Table 2) and then stays constant.
         metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
-        for param_group in optimizer.param_groups:
+        for param_group in optimizer.param_groups:  # a group's own rate would have to be scaled here
             param_group["lr"] = metrics["lr"]
         optimizer.step()
         optimizer.zero_grad()
 
         progress.step = step + 1
         log.write(metrics | run.perf_metrics(started, sum(lengths)))
+        # If any rank has received SIGINT or SIGTERM, all ranks write a checkpoint and end.
         signal_number = signals.received_by_any_rank()
         if signal_number or run.checkpoint_is_due(args, progress.step):
             run.save_checkpoint(args, output_dir, policy, reference, optimizer, progress)
@@ -416,11 +424,13 @@ def load_models(args, device, longest: int):
         buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         for block in decoder_blocks(policy):
-            # Not transformers' own checkpointing, because it needs train mode, which would start dropout.
+            # Replaces the block's forward by one that recomputes activations in backward. transformers' own
+            # checkpointing needs train mode, which would start dropout.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     for name, model in (("policy", policy), ("reference", reference)):
-        # If sequences that are packed together attended to each other, log-probs would be wrong without any
-        # error. Therefore `choose_attention` compares packed log-probs with a plain forward pass.
+        # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
+        # log-probs would be wrong without any error. Therefore `choose_attention` compares packed log-probs
+        # with a plain forward pass.
         attention = utils.choose_attention(model, longest)
         run.print_main(f"attention of the {name}: {attention}")
         if args.compile:

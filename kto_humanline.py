@@ -7,7 +7,8 @@ reference point z_0 uses the clipped log-ratios too.
     python kto_humanline.py  # one process, the embedded toy, a minute
     torchrun --nproc-per-node 4 kto_humanline.py --model ... --dataset ...
 
-To change the method, edit `kto_loss`; evaluation uses it too. To read other data, edit `encode_row`.
+To change the method, edit `kto_loss` or `kto_margins`; evaluation uses them too. To read other data, edit
+`encode_row`.
 
 Main differences from the authors' code (docs/kto.md; docs/dpo.md, section 8):
     - There is one z_0 for each optimizer step. In the authors' code there is one for each micro-batch.
@@ -18,9 +19,11 @@ Main differences from the authors' code (docs/kto.md; docs/dpo.md, section 8):
     - z_0 averages all mismatched sequences. The authors' code skips those whose sum is exactly 0.
     - Gradients are clipped by their global norm. In the authors' code each rank uses the norm of its shards.
 
-Notation: B sequences of T tokens; log-probs in nats; a mask is 1 at completion tokens and 0 elsewhere. An
-Example is a prompt with at most one completion. A group is a tuple of Examples of one prompt that stay in one
-step: here one labelled Example, a pair (desirable, undesirable), or (prompt,) for a row without completions.
+Notation: B sequences of T tokens; log-probs in nats; a mask is 1 at completion tokens and 0 elsewhere. A
+utils.Example is a prompt with at most one completion: prompt (a text or messages), prompt_ids,
+completion_ids, desirable and so on. A group is a tuple of Examples of one prompt that stay in one step: here
+one labelled Example, a pair (desirable, undesirable), or one Example without completion_ids for a row of a
+prompt alone.
 """
 
 import time
@@ -54,8 +57,8 @@ class Args:
     humanline: bool = True
     # Optimizer steps between syncs of the reference (paper: 1); 0: syncs only when an online round starts.
     k: int = 1
-    log_epsilon_P: float = -1.5  # lower bound of a token's log π_θ/π_ref, in nats (Table 1); -inf: none
-    log_epsilon_R: float = 1.5  # upper bound of a token's log π_θ/π_ref, in nats (Table 1); inf: none
+    log_epsilon_P: float = -1.5  # log ε_P, minimum of a token's log π_θ/π_ref, in nats (Table 1); -inf: none
+    log_epsilon_R: float = 1.5  # log ε_R, maximum of a token's log π_θ/π_ref, in nats (Table 1); inf: none
     # optimization
     num_steps: int = 312  # optimizer steps: 20K examples in batches of 64 (Table 1)
     batch_size: int = 64  # examples per optimizer step, over all ranks (Table 1); a pair is two
@@ -92,7 +95,8 @@ class Args:
     samples_per_prompt: int = 8  # samples per prompt, of which the best and the worst form a pair (Table 1)
     reward_threshold: float = 0.01  # τ: minimum difference of a pair's rewards (Table 1)
     # sampling
-    max_new_tokens: int = 2048  # maximum sampled tokens (paper: 2048); training truncates to --max-length
+    # Maximum sampled tokens (paper: 2048). Training truncates samples to --max-length, as the paper does.
+    max_new_tokens: int = 2048
     temperature: float = 0.7  # sampling temperature (Table 1); log-probs in training use 1
     top_p: float = 0.95  # nucleus sampling threshold (Table 1)
     engine: Literal["auto", "vllm", "hf"] = "auto"  # hf: transformers; auto: vLLM if installed, else hf
@@ -139,22 +143,36 @@ TOY_ONLINE = dict(dataset=f"{FOLDER}/prompts_train.jsonl.gz", lr=1e-4)
 
 
 # === Loss ===
-def kto_loss(log_ratio, mask, desirable, z_0: float, beta: float, lambda_D: float, lambda_U: float):
-    """Computes equation 7, λ (1 - σ(margin)), with the margin β (r - z_0) or, if undesirable, β (z_0 - r).
+def kto_loss(margins, desirable, lambda_D: float, lambda_U: float):
+    """Computes equation 7, λ_D (1 - σ(margin)) or, if undesirable, λ_U (1 - σ(margin)).
 
     Args:
-        log_ratio: (B, T) token log π_θ/π_ref in nats, in training after humanline clipping; r is its sum over
-        t. mask: (B, T), 1 at completion tokens. desirable: (B,) bool. z_0: the reference point in nats.
+        margins: (B,), from `kto_margins`.
+        desirable: (B,) bool.
 
     Returns:
-        The losses of the examples, the rewards β r and the margins, (B,) each. All but the losses are
-        detached.
+        The losses of the examples, (B,).
+    """
+    losses = 1 - torch.sigmoid(margins)
+    return torch.where(desirable, lambda_D * losses, lambda_U * losses)
+
+
+def kto_margins(log_ratio, mask, desirable, z_0: float, beta: float):
+    """Computes the margins β (r - z_0) or, if undesirable, β (z_0 - r), with r = Σ_t log_ratio.
+
+    A margin above 0 agrees with the label.
+
+    Args:
+        log_ratio: (B, T) token log π_θ/π_ref in nats, in training after humanline clipping.
+        mask: (B, T), 1 at completion tokens.
+        desirable: (B,) bool.
+        z_0: the reference point, in nats.
+
+    Returns:
+        The margins of the examples, (B,).
     """
     r = (log_ratio * mask).sum(-1)  # (B,)
-    margins = beta * torch.where(desirable, r - z_0, z_0 - r)  # (B,)
-    losses = 1 - torch.sigmoid(margins)  # (B,)
-    losses = torch.where(desirable, lambda_D * losses, lambda_U * losses)
-    return losses, beta * r.detach(), margins.detach()
+    return beta * torch.where(desirable, r - z_0, z_0 - r)
 
 
 def clip_log_ratio(args, log_ratio):
@@ -168,8 +186,10 @@ def clip_log_ratio(args, log_ratio):
 def sync_reference(reference, policy):
     """Copies the policy's weights into the reference: π_ref ← π_θ.
 
-    Both models are sharded in the same way, so every rank copies its own shards without communication. A
-    reference that is stored in bf16 gets rounded weights, which are those that the policy computes with.
+    Both models are sharded in the same way, so every rank copies its own shards without communication. If the
+    reference is stored in bf16, the copy rounds in the same way as FSDP rounds the policy's weights before
+    each forward pass. A slow average of the policy's weights needs a reference in fp32 (`load_models`),
+    because bf16 would round its small changes away.
     """
     for target, source in zip(reference.parameters(), policy.parameters(), strict=True):
         target.to_local().copy_(source.to_local())
@@ -234,7 +254,8 @@ def main(args: Args):
     run.print_plan(args, output_dir, policy, tokenizer, groups, groups_per_step)
     # A resumed run evaluates the initial policy again: it is the baseline of every later evaluation.
     before = evaluate(args, policy, sampler, held_out)
-    # A new run has no checkpoint and starts at step 0.
+    # Number of steps and rounds, and the pool, all of which are saved in checkpoints. A new run has no
+    # checkpoint and starts at step 0.
     progress = run.load_checkpoint(output_dir, policy, reference, optimizer, data_hash)
     # after the load, so that a failed resume leaves args.json as it was
     run.save_args(args, output_dir, __file__)
@@ -251,7 +272,8 @@ def main(args: Args):
         if not args.online:
             batch = draw_batch(groups, step, groups_per_step, args.seed)
         else:
-            # A round usually gives several batches. The groups that this step does not use wait in the pool.
+            # A round usually gives several batches. The groups that this step does not use wait in the pool,
+            # even if a new round is drawn and the reference synced before they are used.
             while len(progress.pool) < groups_per_step:
                 progress.round += 1
                 sync_reference(reference, policy)  # Algorithm 1, line 3: with and without humanline
@@ -268,11 +290,13 @@ def main(args: Args):
         metrics["kto/z_0"] = z_0
 
         # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
-        # micro-batches. It also sums the gradients over ranks (see `shard_model`).
+        # micro-batches. It also sums the gradients over ranks (`shard_model` sets this). It does not sum a
+        # penalty on the weights themselves: add such a term in one micro-batch of each rank, not divided by
+        # anything.
         lengths = [example.length for example in examples]
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
         means = utils.Means()
-        for indices in micro_batches[rank::world]:
+        for indices in micro_batches[rank::world]:  # number i is for rank i % world
             micro_batch = [examples[i] for i in indices]
             input_ids, mask = utils.pad_batch(micro_batch, device)  # (B, T)
             desirable = torch.tensor([example.desirable for example in micro_batch], device=device)  # (B,)
@@ -284,13 +308,13 @@ def main(args: Args):
             log_ratio = logps - ref_logps  # (B, T)
             clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
             utils.check_shape("clip_log_ratio", clipped_log_ratio, mask.shape)
-            losses, rewards, margins = kto_loss(  # (B,) each
-                clipped_log_ratio, mask, desirable, z_0, args.beta, args.lambda_D, args.lambda_U
-            )
+            margins = kto_margins(clipped_log_ratio, mask, desirable, z_0, args.beta)  # (B,)
+            losses = kto_loss(margins, desirable, args.lambda_D, args.lambda_U)  # (B,)
             utils.check_shape("kto_loss", losses, (len(indices),))
             (losses.sum() / args.batch_size).backward()  # summed over ranks: the mean over the global batch
 
             means.add({"loss": losses, "rewards/accuracies": utils.above(margins, 0)})
+            rewards = args.beta * (clipped_log_ratio * mask).sum(-1)  # (B,)
             sums = (logps * mask).sum(-1)  # (B,): log-probs of the completions
             # As in TRL, "chosen" means desirable and "rejected" means undesirable.
             means.add({"rewards/chosen": rewards, "logps/chosen": sums}, desirable)
@@ -310,13 +334,14 @@ def main(args: Args):
 
         # The update. The learning rate rises linearly (warmup: Table 1) and then stays constant.
         metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
-        for param_group in optimizer.param_groups:
+        for param_group in optimizer.param_groups:  # a group's own rate would have to be scaled here
             param_group["lr"] = metrics["lr"]
         optimizer.step()
         optimizer.zero_grad()
 
         progress.step = step + 1
         log.write(metrics | run.perf_metrics(started, sum(lengths)))
+        # If any rank has received SIGINT or SIGTERM, all ranks write a checkpoint and end.
         signal_number = signals.received_by_any_rank()
         if signal_number or run.checkpoint_is_due(args, progress.step):
             run.save_checkpoint(args, output_dir, policy, reference, optimizer, progress)
@@ -489,11 +514,13 @@ def load_models(args, device, longest: int):
         buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         for block in decoder_blocks(policy):
-            # Not transformers' own checkpointing, because it needs train mode, which would start dropout.
+            # Replaces the block's forward by one that recomputes activations in backward. transformers' own
+            # checkpointing needs train mode, which would start dropout.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     for name, model in (("policy", policy), ("reference", reference)):
-        # If sequences that are packed together attended to each other, log-probs would be wrong without any
-        # error. Therefore `choose_attention` compares packed log-probs with a plain forward pass.
+        # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
+        # log-probs would be wrong without any error. Therefore `choose_attention` compares packed log-probs
+        # with a plain forward pass.
         attention = utils.choose_attention(model, longest)
         run.print_main(f"attention of the {name}: {attention}")
         if args.compile:
@@ -611,10 +638,8 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
         logps, mask = utils.completion_logps(policy, examples, args.micro_batch_tokens)  # (B, T) each
         log_ratio = logps - (initial.logps if initial else logps)  # 0 for the initial policy
         desirable = torch.tensor([example.desirable for example in examples])  # (B,)
-        losses, _, margins = kto_loss(  # (B,) each
-            log_ratio, mask, desirable, 0.0, args.beta, args.lambda_D, args.lambda_U
-        )
-        values["eval/loss"] = losses
+        margins = kto_margins(log_ratio, mask, desirable, 0.0, args.beta)  # (B,)
+        values["eval/loss"] = kto_loss(margins, desirable, args.lambda_D, args.lambda_U)
         values["eval/accuracy"] = utils.above(margins, 0)
         values["eval/margin"] = margins  # β · nats
     # A prompt that stands in several rows is sampled once for each of them.

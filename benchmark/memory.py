@@ -243,10 +243,10 @@ def fake_loss(own: Own, args, script, log_ratio, mask):
     clipped = log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)
     numbers = torch.zeros(len(mask))
     if own.script == "dpo":
-        losses, *_ = script.dpo_loss(clipped, mask, args.beta)
+        losses = script.dpo_loss(clipped, mask, args.beta)
     elif own.script == "kto":
-        weights = (args.beta, args.lambda_D, args.lambda_U)
-        losses, *_ = script.kto_loss(clipped, mask, numbers.bool(), 0.0, *weights)
+        margins = script.kto_margins(clipped, mask, numbers.bool(), 0.0, args.beta)
+        losses = script.kto_loss(margins, numbers.bool(), args.lambda_D, args.lambda_U)
     else:
         losses = script.grpo_loss(clipped, log_ratio, numbers, args.beta, args.epsilon)
     return losses.sum()

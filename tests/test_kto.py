@@ -12,7 +12,7 @@ from worker import run_here
 
 import kto_humanline
 import utils
-from kto_humanline import Args, best_and_worst, encode_row, kto_loss, mismatch
+from kto_humanline import Args, best_and_worst, encode_row, kto_loss, kto_margins, mismatch
 from support.data import load_tokenizer
 from utils import Example, pad_batch, token_logps
 
@@ -36,18 +36,19 @@ def test_loss_equals_equation_7_by_hand_and_gradient_finite_differences():
     log_ratio, mask = batch()
     desirable = torch.tensor([True, False, True, False, False, True])
     clipped = log_ratio.clamp(-1.5, 1.5)
-    loss, rewards, margins = kto_loss(clipped, mask, desirable, 0.7, 0.25, 1.1, 0.9)
+    margins = kto_margins(clipped, mask, desirable, 0.7, 0.25)
+    loss = kto_loss(margins, desirable, 1.1, 0.9)
     for i, row in enumerate(log_ratio.tolist()):
         r = sum(min(max(x, -1.5), 1.5) for x, m in zip(row, mask[i]) if m)
         margin = 0.25 * (r - 0.7) * (1 if desirable[i] else -1)
         sigmoid = 1 / (1 + math.exp(-margin))
         assert margins[i].item() == pytest.approx(margin, rel=1e-12)
         assert loss[i].item() == pytest.approx((1.1 if desirable[i] else 0.9) * (1 - sigmoid), rel=1e-12)
-        assert rewards[i].item() == pytest.approx(0.25 * r, rel=1e-12)
     variable = log_ratio.clone().requires_grad_()
 
     def total(x):
-        return kto_loss(x.clamp(-1.5, 1.5), mask, desirable, 0.7, 0.25, 1.1, 0.9)[0].sum()
+        margins = kto_margins(x.clamp(-1.5, 1.5), mask, desirable, 0.7, 0.25)
+        return kto_loss(margins, desirable, 1.1, 0.9).sum()
 
     assert torch.autograd.gradcheck(total, variable, eps=1e-7)
     total(variable).backward()

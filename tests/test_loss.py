@@ -13,7 +13,7 @@ from worker import run_here
 import dpo_humanline
 import kto_humanline
 import utils
-from dpo_humanline import clip_log_ratio, dpo_loss
+from dpo_humanline import clip_log_ratio, dpo_loss, implicit_rewards
 from support.data import load_tokenizer
 
 
@@ -38,13 +38,15 @@ def loss_by_hand(log_ratio, mask, beta, low=-math.inf, high=math.inf):
 def test_loss_equals_the_equation_by_hand_and_its_gradient_finite_differences(bounds):
     log_ratio, mask = batch()
     args = dpo_humanline.Args(log_epsilon_P=bounds[0], log_epsilon_R=bounds[1])
-    loss, rewards = dpo_loss(clip_log_ratio(args, log_ratio), mask, beta=0.1)
+    clipped = clip_log_ratio(args, log_ratio)
+    loss = dpo_loss(clipped, mask, beta=0.1)
     assert loss.tolist() == pytest.approx(loss_by_hand(log_ratio, mask, 0.1, *bounds), rel=1e-12)
     expected = 0.1 * (log_ratio.clamp(*bounds) * mask).sum(-1)
+    rewards = torch.cat(implicit_rewards(clipped, mask, 0.1))
     assert rewards.tolist() == pytest.approx(expected.tolist(), rel=1e-12)
     variable = log_ratio.clone().requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda x: dpo_loss(clip_log_ratio(args, x), mask, 0.5)[0].sum(), variable, eps=1e-7
+        lambda x: dpo_loss(clip_log_ratio(args, x), mask, 0.5).sum(), variable, eps=1e-7
     )
 
 
@@ -55,7 +57,7 @@ def test_without_humanline_nothing_is_clipped():
 
 def test_a_log_ratio_of_zero_is_a_token_like_any_other():
     log_ratio, mask = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True), torch.ones(2, 3)
-    loss, _ = dpo_loss(log_ratio, mask, 1.0)
+    loss = dpo_loss(log_ratio, mask, 1.0)
     loss.sum().backward()
     assert loss.item() == pytest.approx(math.log(2))
     assert (log_ratio.grad[0] == -0.5).all() and (log_ratio.grad[1] == 0.5).all()
@@ -71,19 +73,18 @@ def mean_log_ratio(log_ratio, mask):
 def normalized_dpo_loss(log_ratio, mask, beta):
     rewards = beta * mean_log_ratio(log_ratio, mask)
     chosen, rejected = rewards.chunk(2)
-    return -(chosen - rejected).sigmoid().log(), rewards.detach()
+    return -(chosen - rejected).sigmoid().log()
 
 
-def normalized_kto_loss(log_ratio, mask, desirable, z_0, beta, *lambdas):
+def normalized_kto_margins(log_ratio, mask, desirable, z_0, beta):
     """Without z_0, which an evaluation does not have."""
     rewards = beta * mean_log_ratio(log_ratio, mask)
-    margins = torch.where(desirable, rewards, -rewards)
-    return 1 - margins.sigmoid(), rewards.detach(), margins.detach()
+    return torch.where(desirable, rewards, -rewards)
 
 
 @pytest.mark.parametrize(
     ("script", "loss", "group"),  # how many examples of a batch are a group of the script's
-    [(dpo_humanline, normalized_dpo_loss, 2), (kto_humanline, normalized_kto_loss, 1)],
+    [(dpo_humanline, normalized_dpo_loss, 2), (kto_humanline, normalized_kto_margins, 1)],
 )
 def test_a_replaced_loss_is_that_of_training_and_of_evaluation(script, loss, group, tmp_path, monkeypatch):
     """On the same pairs, which are all one batch: an evaluation has the loss of its step."""
@@ -111,6 +112,8 @@ def test_a_replaced_loss_is_that_of_training_and_of_evaluation(script, loss, gro
     with torch.no_grad():
         log_ratio = full_logps(policy, input_ids, mask) - full_logps(reference, input_ids, mask)
     arguments = () if group == 2 else (torch.arange(24) < 12, 0.0)
-    by_hand, *_ = loss(log_ratio, mask, *arguments, script.TOY["beta"])
+    by_hand = loss(log_ratio, mask, *arguments, script.TOY["beta"])
+    if group == 1:
+        by_hand = script.kto_loss(by_hand, arguments[0], script.Args.lambda_D, script.Args.lambda_U)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["after"]["eval/loss"][0] == pytest.approx(by_hand.mean().item(), rel=1e-6)

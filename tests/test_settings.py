@@ -89,14 +89,14 @@ def test_without_a_model_the_toys_settings_apply_whatever_the_data(script, capsy
 def test_ipo_is_an_edit_of_one_line(tmp_path):
     """The README's example of an edit: the line of the loss, found in the file and replaced."""
     text = (ROOT / "dpo_humanline.py").read_text()
-    line = "    return -F.logsigmoid(chosen - rejected), rewards.detach()\n"
+    line = "    return -F.logsigmoid(chosen - rejected)\n"
     assert text.count(line) == 1
     page = (ROOT / "README.md").read_text()
     (ipo,) = re.findall(r"```python\n(return \(\(chosen - rejected\).*\n)```", page)
     (tmp_path / "ipo.py").write_text(text.replace(line, f"    {ipo}"))
     scope = runpy.run_path(str(tmp_path / "ipo.py"))
     log_ratio, mask = torch.tensor([[0.5, 0.25], [-0.25, 1.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
-    loss, _ = scope["dpo_loss"](log_ratio, mask, 0.1)
+    loss = scope["dpo_loss"](log_ratio, mask, 0.1)
     assert loss.item() == pytest.approx((0.75 + 0.25 - 5) ** 2)
 
 
