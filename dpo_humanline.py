@@ -226,6 +226,7 @@ def main(args: Args):
                 metrics |= round_metrics  # of the newest round
             batch = progress.pool[: args.batch_size]
             progress.pool = progress.pool[args.batch_size :]
+        batch = run.broadcast(batch)  # rank 0's, so that ranks train on one batch after any edit above
 
         # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
         # micro-batches. It also sums the gradients over ranks (`shard_model` sets this). It does not sum a

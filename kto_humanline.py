@@ -282,6 +282,7 @@ def main(args: Args):
                 metrics |= round_metrics  # of the newest round
             batch = progress.pool[:groups_per_step]
             progress.pool = progress.pool[groups_per_step:]
+        batch = run.broadcast(batch)  # rank 0's, so that ranks train on one batch after any edit above
         examples = [example for group in batch for example in group]
 
         # The reference point, for the global batch

@@ -207,12 +207,17 @@ class Means:
     def reduce(self) -> dict[str, float]:
         """Returns the means over all ranks. Metrics whose weights are all 0 are omitted.
 
-        Every rank must have added the same names in the same order.
+        Ranks may have added different names, for example of a kind of example that only one of them has.
         """
-        sums = torch.stack(list(self.sums.values()))  # (names, 2)
-        dist.all_reduce(sums)
-        pairs = zip(self.sums, sums.tolist())
-        return {name: total / weight for name, (total, weight) in pairs if weight > 0}
+        numbers = torch.stack(list(self.sums.values())).tolist()  # one copy from the GPU
+        ranks_sums = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks_sums, dict(zip(self.sums, numbers)))
+        totals = {}  # {name: (sum of value · weight, sum of weights)}
+        for rank_sums in ranks_sums:
+            for name, (total, weight) in rank_sums.items():
+                known_total, known_weight = totals.get(name, (0, 0))
+                totals[name] = (known_total + total, known_weight + weight)
+        return {name: total / weight for name, (total, weight) in totals.items() if weight > 0}
 
 
 def above(values, baseline):

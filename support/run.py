@@ -328,6 +328,13 @@ def gather(value) -> list:
     return ranks_values
 
 
+def broadcast(value):
+    """Returns rank 0's value, on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
 def check_ranks_agree(values: dict):
     """Raises InputError, on every rank, if one of the values, {name: value}, differs between ranks."""
     ranks_values = gather(values)
@@ -481,7 +488,7 @@ def write_file(path: Path, text: str):
 
 def open_folder(args, file: str) -> Path:
     """Creates or opens the run's folder and locks it until this process ends."""
-    started = gather(int(1000 * time.time()))[0]  # rank 0's clock, on every rank
+    started = broadcast(int(1000 * time.time()))  # by rank 0's clock
     folder = Path(args.resume or args.output_dir or f"runs/{Path(file).stem}__{args.seed}__{started}")
     if is_main():
         with library_errors(f"--output-dir {folder}"):
