@@ -18,6 +18,8 @@ from support.run import check_flags
 
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "toy/README.md",
     *sorted((ROOT / "paper").rglob("README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]

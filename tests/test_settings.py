@@ -1,5 +1,6 @@
 """Whose settings a run has, what its first line says, the README's edit of a loss, and the learning rate."""
 
+import ast
 import importlib
 import re
 import runpy
@@ -9,6 +10,8 @@ from dataclasses import asdict
 import pytest
 import torch
 from conftest import PAIRS, ROOT, SCRIPTS, metrics, parse_args, run_ranks
+
+import dpo_humanline
 
 PAPER = {  # Tables 1 to 3, offline + humanline
     "dpo_humanline": dict(lr=5e-6, beta=0.1, k=1, batch_size=32, adam_eps=1e-5, max_grad_norm=1.0),
@@ -85,15 +88,13 @@ def test_without_a_model_the_toys_settings_apply_whatever_the_data(script, capsy
         assert parse_args(script, ["--online"]).dataset.endswith("prompts_train.jsonl.gz")
 
 
-@pytest.mark.shape
-def test_ipo_is_an_edit_of_one_line(tmp_path):
-    """The README's example of an edit: the line of the loss, found in the file and replaced."""
+def test_ipo_is_one_function(tmp_path):
+    """The README's example of an edit: its function in place of the script's."""
     text = (ROOT / "dpo_humanline.py").read_text()
-    line = "    return -F.logsigmoid(chosen - rejected)\n"
-    assert text.count(line) == 1
+    (old,) = (node for node in ast.parse(text).body if getattr(node, "name", "") == "dpo_loss")
     page = (ROOT / "README.md").read_text()
-    (ipo,) = re.findall(r"```python\n(return \(\(chosen - rejected\).*\n)```", page)
-    (tmp_path / "ipo.py").write_text(text.replace(line, f"    {ipo}"))
+    (new,) = re.findall(r"```python\n(def dpo_loss\(.*?)\n```", page, re.DOTALL)
+    (tmp_path / "ipo.py").write_text(text.replace(ast.get_source_segment(text, old), new))
     scope = runpy.run_path(str(tmp_path / "ipo.py"))
     log_ratio, mask = torch.tensor([[0.5, 0.25], [-0.25, 1.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
     loss = scope["dpo_loss"](log_ratio, mask, 0.1)
