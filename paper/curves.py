@@ -2,13 +2,16 @@
 
     pip install -r paper/requirements.txt
     python paper/curves.py "runs/ours-*" runs/theirs --metric loss --metric grad_norm --smooth 8
+    python paper/curves.py --reference  # the pictures of docs/curves.md
 
 Each folder or quoted pattern is a line, the mean over its runs. The band around it is the 95% interval of
 Student's t for this mean, at each step. The band says how well the mean is known, not how much the runs
 differ, and is very wide for two runs. A single run has no band.
 """
 
+import csv
 import glob
+import gzip
 import json
 from pathlib import Path
 
@@ -21,6 +24,26 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 plt.style.use("tableau-colorblind10")
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = ROOT / "docs" / "reference"  # the logs of default runs, and of broken ones
+PICTURES = ROOT / "docs"
+SCRIPTS = {  # {script: its default learning rate and k}
+    "dpo": "lr 1e-3, k 16",
+    "kto": "lr 3e-4, k 32",
+    "grpo": "lr 3e-4, k 32",
+    "grpo_math": "lr 1e-4, S 64, k 16",
+}
+FAULTS = {  # {end of a log's name: (the fault, last step to draw)}
+    "late": ("sync after the update", 64),
+    "never": ("reference never synced", 160),
+    "lr": ("learning rate ten times too large", 160),
+}
+PANELS = {  # {metric: label}
+    "reward": "eval/reward",
+    "loss": "loss",
+    "humanline/log_ratio_abs_mean": "mean |log-ratio|, nats",
+    "grad_norm": "grad_norm",
+}
 
 
 def curve(folder: str | Path, key: str) -> dict[int, float]:
@@ -118,12 +141,59 @@ def draw(panels, curves: dict[str, list], keys: list[str], smooth: int = 1):
     panels[0].legend()
 
 
+def reference_lines(name: str, metric: str, last: int) -> list[tuple]:
+    """Returns the lines (steps, values) of a log of docs/reference, up to a step.
+
+    The rewards of default runs are those of three seeds in paper/results/learning.csv. Mathematics has the
+    accuracy of its training samples instead.
+    """
+    if metric == "reward" and name in ("dpo", "kto", "grpo"):
+        with (ROOT / "paper" / "results" / "learning.csv").open(encoding="utf-8", newline="") as file:
+            rows = [row for row in csv.DictReader(file) if (row["script"], row["arm"]) == (name, "humanline")]
+        key = "score"
+    else:
+        key = {"reward": "rewards/accuracy" if name == "grpo_math" else "eval/reward"}.get(metric, metric)
+        with gzip.open(REFERENCE / f"{name}.jsonl.gz", "rt", encoding="utf-8") as file:
+            rows = [json.loads(line) | {"seed": 1} for line in file]
+    lines = {}  # {seed: [(step, value), ...]}
+    for row in rows:
+        if key in row and int(row["step"]) <= last:
+            lines.setdefault(row["seed"], []).append((int(row["step"]), float(row[key])))
+    return [tuple(zip(*points)) for points in lines.values()]
+
+
+def draw_row(axes, name: str, last: int, **style):
+    """Draws a log of docs/reference into a row of panels, one for each metric."""
+    for ax, (metric, label) in zip(axes, PANELS.items()):
+        for steps, values in reference_lines(name, metric, last):
+            ax.plot(steps, values, **style)
+        ax.set(xlabel="optimizer step", ylabel=label)
+
+
+def draw_reference():
+    """Draws the pictures of docs/curves.md: default runs, and broken ones in front of default ones."""
+    figure, axes = plt.subplots(len(SCRIPTS), len(PANELS), figsize=(15, 11), layout="constrained")
+    for row, (script, settings) in zip(axes, SCRIPTS.items()):
+        draw_row(row, script, 320, lw=1)
+        row[0].set_title(f"{script}_humanline.py, {settings}")
+    axes[-1, 0].set_ylabel("rewards/accuracy")
+    figure.savefig(PICTURES / "curves.png", dpi=90)
+    for script in ("dpo", "grpo"):
+        figure, axes = plt.subplots(len(FAULTS), len(PANELS), figsize=(15, 8.5), layout="constrained")
+        for row, (fault, (title, last)) in zip(axes, FAULTS.items()):
+            draw_row(row, script, last, color="0.65", lw=2.5)
+            draw_row(row, f"{script}_{fault}", last, color="#D55E00", lw=1.2)
+            row[0].set_title(f"{script}: {title}")
+        figure.savefig(PICTURES / f"broken_{script}.png", dpi=90)
+
+
 def main(
-    runs: tyro.conf.Positional[list[str]],
+    runs: tyro.conf.Positional[list[str]] = [],  # noqa: B006
     metric: tyro.conf.UseAppendAction[list[str]] = [],  # noqa: B006
     label: tyro.conf.UseAppendAction[list[str]] = [],  # noqa: B006
     smooth: int = 1,
     out: Path = Path("curves.png"),
+    reference: bool = False,
 ):
     """Draws the curves.
 
@@ -133,7 +203,11 @@ def main(
         label: the label of the first line, instead of its folder; repeat it for the other lines.
         smooth: number of steps over which each point is averaged.
         out: file of the picture.
+        reference: draw the pictures of docs/curves.md, and no other runs.
     """
+    if reference:
+        draw_reference()
+        return
     keys = metric or ["eval/accuracy"]
     curves = {}
     for name, pattern in zip(label or runs, runs):

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import resource
+import textwrap
 
 import nbformat
 import pandas as pd
@@ -13,21 +14,17 @@ from conftest import LAUNCHER, metrics
 from docs import make_notebook
 
 
-def code_cells(notebook) -> list:
-    """Returns the cells that run."""
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
-
-
 def check_outputs(notebook):
-    """Checks that all cells ran in order without errors, and that all but definitions have outputs."""
-    cells = code_cells(notebook)
-    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    """Checks that the cells ran in order without errors, and that all but definitions have outputs."""
+    cells = make_notebook.cells_with_outputs(notebook)
+    counts = [cell.execution_count for cell in cells]
+    assert counts == sorted(counts) and None not in counts
     for cell in cells:
-        assert cell.outputs or cell.source.startswith("import "), cell.source
+        assert cell.outputs or cell.source.startswith("def load_models"), cell.source
         for output in cell.outputs:
             assert output.output_type != "error" and output.get("name") != "stderr", output
     pictures = sum("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
-    assert pictures == sum("plt.subplots" in cell.source for cell in cells) == 6
+    assert pictures == sum("plt.subplots" in cell.source for cell in cells) == 4
 
 
 def test_the_notebook_is_the_page():
@@ -38,7 +35,10 @@ def test_the_notebook_is_the_page():
 
 
 def test_the_notebook_has_its_outputs_and_is_small():
-    check_outputs(nbformat.read(make_notebook.NOTEBOOK, 4))
+    notebook = nbformat.read(make_notebook.NOTEBOOK, 4)
+    check_outputs(notebook)
+    for cell in notebook.cells:
+        assert not (make_notebook.is_exercise(cell) and cell.outputs), "the answer stands below the question"
     assert make_notebook.NOTEBOOK.stat().st_size < 1_000_000
 
 
@@ -48,25 +48,64 @@ def ranges(text: str) -> list[tuple]:
     return [tuple(float(end.replace("−", "-")) for end in ends) for ends in found]
 
 
+# Faults of exercise 1, as edits of its solution, and the step at which the page says that they show
+CLIP = "clipped = log_ratio.clamp(-bound, bound)"
+SYNC = "        if step % k == 0:\n            reference.load_state_dict(policy.state_dict())  # line 2\n"
+UPDATE = "        optimizer.step()\n"
+EDITS = {13: [(CLIP, "clipped = log_ratio")], 5: [(SYNC, "")], 1: [(SYNC, ""), (UPDATE, UPDATE + SYNC)]}
+LAST_CELL = """
+import json
+
+values = {"first": [distances[8], distances[9], beyond[8]], "stopped": stopped, "tight": train_grpo(0.1)[1]}
+values["rose"] = (better > worse).double().mean().item()
+values["late"] = losses
+values["shown"] = []
+for edited in EDITED:
+    try:
+        exec(edited)
+    except AssertionError as error:
+        values["shown"].append(str(error))
+Path("runs/lesson/values.json").write_text(json.dumps(values))
+"""
+
+
+def prepare(notebook):
+    """Runs each exercise, which must fail, before its solution. Adds a cell that writes what was found."""
+    cells = [cell for cell in notebook.cells if make_notebook.is_exercise(cell)]
+    stubs = [cell.source for cell in cells]
+    make_notebook.solve(notebook)
+    first = cells[0].source.replace(
+        'train("grpo", f"grpo_humanline.py {sixteen_steps}")', "'runs/lesson/grpo'"
+    )
+    edited = []
+    for edits in EDITS.values():
+        edited.append(first)
+        for old, new in edits:
+            assert edited[-1].count(old) == 1
+            edited[-1] = edited[-1].replace(old, new)
+    for cell, stub in zip(cells, stubs):
+        attempt = f"try:\n{textwrap.indent(stub, '    ')}\n"
+        cell.source = f"{attempt}except AssertionError as error:\n    print('fails', error)\n{cell.source}"
+    notebook.cells.append(nbformat.v4.new_code_cell(LAST_CELL.replace("EDITED", repr(edited))))
+    return cells
+
+
 def results(runs) -> dict[str, list[float]]:
     """Returns the values that the page gives ranges of, by its sections. Checks those without a range."""
     after = {path.parent.name: json.loads(path.read_text())["after"] for path in runs.glob("*/summary.json")}
-    for line in metrics(runs / "sync-after"):
-        assert line["loss"] == pytest.approx(math.log(2)) and not line["humanline/log_ratio_abs_mean"]
-    wide, tight = (pd.DataFrame(metrics(runs / name)) for name in ("wide", "tight"))
-    assert not tight["grpo/clip_fraction"].any()
+    values = json.loads((runs / "values.json").read_text())
+    assert values["late"] == pytest.approx([math.log(2)] * 16, abs=1e-12) and values["tight"] == 0
+    assert [message.split(":")[0] for message in values["shown"]] == [f"step {step}" for step in EDITS]
     margins_norms_and_losses = []
     for name in ("fixed", "humanline"):
         means = pd.DataFrame(metrics(runs / name)).tail(20).mean()
         margins_norms_and_losses += means[["rewards/margins", "grad_norm", "loss"]].tolist()
-    outside = tight["humanline/clipped_low"] + tight["humanline/clipped_high"]
-    accuracies = [after[name]["eval/accuracy"][0] for name in ("sync-after", "sync-before")]
     return {
+        "## 1. ": values["first"],
         "### Three": [after[name]["eval/reward"][0] for name in ("offline", "humanline", "online")],
-        "### 1. ": [metrics(runs / "sync-before")[1]["loss"], *accuracies],
-        "### 2. ": margins_norms_and_losses,
-        "### 3. ": [wide["grpo/clip_fraction"][-32:].mean(), outside[-32:].mean()],
-        "### 4. ": [metrics(runs / name)[0]["grad_norm"] for name in ("perceived", "concentrated")],
+        "### 1. ": [values["stopped"]],
+        "### 2. ": [values["rose"]],
+        "### 3. ": margins_norms_and_losses,
     }
 
 
@@ -77,12 +116,14 @@ def test_the_notebook_runs_offline_in_eight_minutes(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     notebook = make_notebook.read_page()
+    exercises = prepare(notebook)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     make_notebook.execute(notebook, tmp_path)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # CPU time, because other tests run beside this one. The cells use one core.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 480
-    check_outputs(notebook)
+    for cell in exercises:
+        assert cell.outputs[0].text.startswith("fails"), cell.source
     for heading, found in results(tmp_path / "runs" / "lesson").items():
         page = make_notebook.PAGE.read_text(encoding="utf-8")
         (text,) = re.findall(rf"^{re.escape(heading)}.*?(?=^##)", page, re.MULTILINE | re.DOTALL)
