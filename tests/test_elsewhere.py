@@ -101,7 +101,7 @@ def page_script():
 def test_the_whole_script_of_the_page_runs_as_it_stands(tmp_path, monkeypatch):
     """On the toy: with another model, other rows and fewer steps. The file lies beside it, as at its user."""
     words = sorted({row["prompt"].split()[-1] for row in read_rows(TALES / "preferences_train.jsonl.gz")})
-    rows = [{"prompt": [{"role": "user", "content": f"about {word}"}], "answer": word} for word in words]
+    rows = [{"prompt": [{"role": "user", "content": f"about {word}"}], "answer": "small"} for word in words]
     text = page_script()
     for old, new in (
         (r'^NAME = ".*"$', f"NAME = {str(TALES / 'policy')!r}"),
@@ -124,7 +124,7 @@ def test_the_whole_script_of_the_page_runs_as_it_stands(tmp_path, monkeypatch):
     moved = [entry["humanline/log_ratio_abs_mean"] for entry in logged]
     assert len(moved) == 8 and moved[0] == 0 and min(moved[1:]) > 0  # one generation, eight updates
     assert moved[4] > moved[1] and moved[5] < moved[4]  # k = 4: the sync before update 4 is seen in update 5
-    assert max(entry["reward"] for entry in logged) > 0
+    assert logged[0]["reward"] > 0 and logged[0]["grad_norm"] > 0
     ids = torch.arange(6, 30)[None]
     merged, base = (AutoModelForCausalLM.from_pretrained(name) for name in ("merged", TALES / "policy"))
     assert not [name for name, _ in merged.named_parameters() if "lora" in name]
