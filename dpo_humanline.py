@@ -8,7 +8,7 @@ DPO into humanline DPO: the clamp in `clip_log_ratio`, and the sync before `opti
 
 To change the method, edit `dpo_loss`; evaluation uses it too. To read other data, edit `encode_row`.
 
-Main differences from the authors' code (all: docs/dpo.md, section 8):
+Main differences from the authors' code (all: docs/dpo.md#differences-from-the-paper):
     - Gradients are clipped by their global norm. In the authors' code each rank uses the norm of its shards.
     - The loss is the mean over the global batch. The authors' code averages the means of micro-batches.
 
@@ -110,10 +110,10 @@ PAPER = {
     (True, True): dict(lr=2.5e-6),
 }
 FOLDER = Path(__file__).resolve().parent / "toy" / "bouquets"
-# Settings of the toy, which replace the defaults above. lr, k and β were chosen on one seed (docs/dpo.md,
-# section 10). Adam divides each gradient by its own size, so that weights which get only noise would move as
-# far as all others. A larger ε keeps them still. The toy shows syncing alone: no token's log-ratio reaches a
-# humanline bound here, and nearly all gradients are longer than --max-grad-norm.
+# Settings of the toy, which replace the defaults above. lr, k and β were chosen on one seed
+# (docs/dpo.md#results-on-the-toys). Adam divides each gradient by its own size, so that weights which get
+# only noise would move as far as all others. A larger ε keeps them still. The toy shows syncing alone: no
+# token's log-ratio reaches a humanline bound here, and nearly all gradients are longer than --max-grad-norm.
 TOY = dict(
     model=f"{FOLDER}/policy",
     reward_model=f"{FOLDER}/reward_model",

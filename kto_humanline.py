@@ -10,7 +10,7 @@ reference point z_0 uses the clipped log-ratios too.
 To change the method, edit `kto_loss` or `kto_margins`; evaluation uses them too. To read other data, edit
 `encode_row`.
 
-Main differences from the authors' code (docs/kto.md; docs/dpo.md, section 8):
+Main differences from the authors' code (docs/kto.md; docs/dpo.md#differences-from-the-paper):
     - There is one z_0 for each optimizer step. In the authors' code there is one for each micro-batch.
     - For z_0, the prompt of each example is joined with a completion of another prompt. A chosen example of a
       pair takes a chosen completion, a rejected example a rejected one. The authors' code takes the

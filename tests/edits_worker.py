@@ -1,4 +1,4 @@
-"""worker.py with two edits of dpo_humanline.py that make ranks differ: random batches, and a metric of one rank."""
+"""worker.py with edits of dpo_humanline.py that make ranks differ: random batches, metrics of one rank."""
 
 import numpy as np
 import torch

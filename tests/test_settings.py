@@ -11,8 +11,6 @@ import pytest
 import torch
 from conftest import PAIRS, ROOT, SCRIPTS, metrics, parse_args, run_ranks
 
-import dpo_humanline
-
 PAPER = {  # Tables 1 to 3, offline + humanline
     "dpo_humanline": dict(lr=5e-6, beta=0.1, k=1, batch_size=32, adam_eps=1e-5, max_grad_norm=1.0),
     "kto_humanline": dict(lr=5e-6, beta=0.25, lambda_D=1.1, lambda_U=1.0, k=1, max_grad_norm=4.0),
