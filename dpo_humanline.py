@@ -60,7 +60,7 @@ class Args:
     adam_eps: float = 1e-5  # AdamW's ε (Table 1)
     max_grad_norm: float = 1.0  # maximum global gradient norm (Table 3; other variants: PAPER)
     # data
-    dataset: str = ""  # pairs, or prompts for --online: a file or a Hub name (formats: docs/dpo.md)
+    dataset: str = ""  # pairs, or prompts for --online: a file or a Hub name (formats: docs/data.md)
     dataset_split: str = "train"  # split of a Hub data set, for example train[:10000]
     eval_dataset: str = ""  # held-out data in the same formats; empty: no evaluation
     eval_split: str = "test"  # split of a Hub data set

@@ -77,7 +77,7 @@ class Args:
     adam_eps: float = 1e-8  # AdamW's ε (Table 2)
     max_grad_norm: float = 1.0  # maximum global gradient norm (Table 2)
     # data
-    dataset: str = ""  # problems with answers: a file or a Hub name (formats: docs/grpo_math.md)
+    dataset: str = ""  # problems with answers: a file or a Hub name (formats: docs/data.md)
     dataset_split: str = "train"  # split of a Hub data set, for example train[:10000]
     eval_dataset: str = ""  # held-out data in the same formats; empty: no evaluation
     eval_split: str = "test"  # split of a Hub data set

@@ -69,7 +69,7 @@ class Args:
     adam_eps: float = 1e-5  # AdamW's ε (Table 1)
     max_grad_norm: float = 4.0  # maximum global gradient norm (Table 3; other variants: PAPER)
     # data
-    dataset: str = ""  # examples, pairs or prompts (--online): a file or a Hub name (formats: docs/kto.md)
+    dataset: str = ""  # examples, pairs or prompts (--online): a file or a Hub name (formats: docs/data.md)
     dataset_split: str = "train"  # split of a Hub data set, for example train[:10000]
     eval_dataset: str = ""  # held-out data in the same formats; empty: no evaluation
     eval_split: str = "test"  # split of a Hub data set
