@@ -180,7 +180,7 @@ def main(args: Args):
     tokenizer, eos_ids = data.load_tokenizer(args)
     groups, held_out = load_data(args, tokenizer, eos_ids)
     data_hash = run.hash_data(groups, held_out)  # ends the run if ranks have read different data
-    longest = data.longest_sequence(args, groups + held_out)  # tokens, in training and sampling
+    longest = data.longest_sequence(args, groups + held_out, args.online)  # tokens
     policy, reference = load_models(args, device, longest)
     # For online rounds and for evaluation. It loads the reward model now, and its engine with the first
     # samples.
@@ -297,7 +297,10 @@ def load_data(args, tokenizer, eos_ids) -> tuple[list, list]:
     if args.eval_dataset:
         held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
     if not args.online and any(len(group) != 2 for group in groups):
-        raise utils.InputError(f"--dataset {args.dataset}: a row is a prompt alone, which needs --online")
+        raise utils.InputError(
+            f"--dataset {args.dataset}: a row has no chosen and rejected; labelled completions need "
+            "kto_humanline.py, scored ones grpo_humanline.py, and prompts alone --online"
+        )
     if not args.online and len(groups) < args.batch_size:
         raise utils.InputError(
             f"--dataset {args.dataset}: {len(groups)} rows, but a step needs {args.batch_size} (--batch-size)"
@@ -351,19 +354,18 @@ def read_pair(row):
     chosen = row.get("chosen")
     rejected = row.get("rejected")
     if isinstance(chosen, list) and isinstance(rejected, list):  # forms 2 to 4
-        turns = data.as_messages(chosen[:-1])  # the messages before the last one
+        turns = data.as_messages(chosen[:-1])  # the messages before the last one; form 2 has none
         if data.as_messages(rejected[:-1]) != turns:
             raise utils.InputError("chosen and rejected must differ only in their last message")
-        if turns and prompt is not None:
-            texts = [message["content"] for message in turns]
-            in_form_4 = prompt in texts
-            if not in_form_4 and data.as_messages(prompt) != turns:  # nor in form 3
-                raise utils.InputError("chosen and rejected do not begin with the prompt")
-        prompt = turns or prompt  # form 2 has no turns
-        chosen = chosen[-1:]  # now in form 2
-        rejected = rejected[-1:]
+        in_form_4 = prompt in [message["content"] for message in turns]
+        if turns and not in_form_4 and data.as_messages(prompt or turns) != turns:
+            raise utils.InputError("chosen and rejected do not begin with the prompt")
+        prompt = turns or prompt
+        chosen, rejected = chosen[-1:], rejected[-1:]  # now in form 2
     if prompt is None:
-        raise utils.InputError(f"no prompt in the columns {', '.join(row)}")
+        raise utils.InputError(
+            f"no prompt in the columns {', '.join(row)} (grpo_math_humanline.py reads problems with answers)"
+        )
     if chosen is None and rejected is None:
         return prompt, []
     data.require_columns(row, "chosen", "rejected")

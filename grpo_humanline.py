@@ -25,6 +25,7 @@ completion_ids, reward and so on. A group is a tuple of Examples of one prompt: 
 first, or one Example without completion_ids for a row of a prompt alone.
 """
 
+import math
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -210,7 +211,7 @@ def main(args: Args):
     groups, held_out = load_data(args, tokenizer, eos_ids)
     groups_per_step = args.batch_size // args.group_size
     data_hash = run.hash_data(groups, held_out)  # ends the run if ranks have read different data
-    longest = data.longest_sequence(args, groups + held_out)  # tokens, in training and sampling
+    longest = data.longest_sequence(args, groups + held_out, args.online)  # tokens
     policy, reference = load_models(args, device, longest)
     # For online rounds and for evaluation. It loads the reward model now, and its engine with the first
     # samples.
@@ -345,7 +346,7 @@ def load_data(args, tokenizer, eos_ids) -> tuple[list, list]:
     if not args.online and any(len(group) != args.group_size for group in groups):
         raise utils.InputError(
             f"--dataset {args.dataset}: every row needs {args.group_size} completions (--group-size); "
-            "prompts alone need --online"
+            "labelled completions need kto_humanline.py, and prompts alone --online"
         )
     if not args.online and all(group[0].reward == group[-1].reward for group in groups):
         raise utils.InputError(f"--dataset {args.dataset}: no row's scores differ; lower --reward-threshold")
@@ -383,36 +384,34 @@ def encode_row(args, tokenizer, eos_ids, row):
     """
     data.check_row(row)  # refuses rows with a column such as "system", which no script reads
     if row.get("completions"):
-        return encode_scored_row(args, tokenizer, eos_ids, row)
-    prompt, pair = read_pair(row)
-    examples = encode_group(args, tokenizer, eos_ids, prompt, pair)
-    # A pair is a group of two (C.1.3). Any two rewards in this order give the advantages 1 and -1.
-    rewards = [1.0, 0.0] if pair else [None]
-    return tuple(example._replace(reward=reward) for example, reward in zip(examples, rewards))
+        group = encode_scored_row(args, tokenizer, eos_ids, row)
+    else:
+        prompt, pair = read_pair(row)
+        group = encode_group(args, tokenizer, eos_ids, prompt, pair)
+        if pair:  # a group of two (C.1.3); any two rewards in this order give the advantages 1 and -1
+            group = (group[0]._replace(reward=1.0), group[1]._replace(reward=0.0))
+    if SCORE:
+        group = tuple(example._replace(row=data.json_row(row)) for example in group)
+    return group
 
 
 def encode_scored_row(args, tokenizer, eos_ids, row):
     """Returns the group of a row {"prompt": ..., "completions": [...], "scores": [...]}."""
     data.require_columns(row, "prompt", "scores")
-    check_scores(row["completions"], row["scores"])
-    examples = encode_group(args, tokenizer, eos_ids, row["prompt"], row["completions"])
-    if len(examples) < 2:
+    completions, scores = row["completions"], row["scores"]
+    if not isinstance(completions, list) or not isinstance(scores, list) or len(completions) != len(scores):
+        raise utils.InputError("completions and scores must be two lists of the same length")
+    for score in scores:
+        if not isinstance(score, int | float) or not math.isfinite(score):
+            raise utils.InputError(f"the score {score!r:.40} is not a finite number")
+    if len(scores) < 2:
         raise data.SkipRow("it has one completion, but an advantage needs two")
-    scored = [example._replace(reward=score) for example, score in zip(examples, row["scores"])]
+    examples = encode_group(args, tokenizer, eos_ids, row["prompt"], completions)
+    scored = [example._replace(reward=score) for example, score in zip(examples, scores)]
     group = make_group(args, scored)
     if not group:
         raise data.SkipRow("its scores are equal, or differ by less than --reward-threshold")
     return group
-
-
-def check_scores(completions, scores):
-    """Raises InputError if the completions do not have one score each, a finite number."""
-    are_lists = isinstance(completions, list) and isinstance(scores, list)
-    if not are_lists or len(completions) != len(scores):
-        raise utils.InputError("completions and scores must be two lists of the same length")
-    for score in scores:
-        if not isinstance(score, int | float) or not abs(score) < 1e300:  # also if it is nan
-            raise utils.InputError(f"the score {score!r:.40} is not a finite number")
 
 
 def read_pair(row):
@@ -432,19 +431,18 @@ def read_pair(row):
     chosen = row.get("chosen")
     rejected = row.get("rejected")
     if isinstance(chosen, list) and isinstance(rejected, list):  # forms 2 to 4
-        turns = data.as_messages(chosen[:-1])  # the messages before the last one
+        turns = data.as_messages(chosen[:-1])  # the messages before the last one; form 2 has none
         if data.as_messages(rejected[:-1]) != turns:
             raise utils.InputError("chosen and rejected must differ only in their last message")
-        if turns and prompt is not None:
-            texts = [message["content"] for message in turns]
-            in_form_4 = prompt in texts
-            if not in_form_4 and data.as_messages(prompt) != turns:  # nor in form 3
-                raise utils.InputError("chosen and rejected do not begin with the prompt")
-        prompt = turns or prompt  # form 2 has no turns
-        chosen = chosen[-1:]  # now in form 2
-        rejected = rejected[-1:]
+        in_form_4 = prompt in [message["content"] for message in turns]
+        if turns and not in_form_4 and data.as_messages(prompt or turns) != turns:
+            raise utils.InputError("chosen and rejected do not begin with the prompt")
+        prompt = turns or prompt
+        chosen, rejected = chosen[-1:], rejected[-1:]  # now in form 2
     if prompt is None:
-        raise utils.InputError(f"no prompt in the columns {', '.join(row)}")
+        raise utils.InputError(
+            f"no prompt in the columns {', '.join(row)} (grpo_math_humanline.py reads problems with answers)"
+        )
     if chosen is None and rejected is None:
         return prompt, []
     data.require_columns(row, "chosen", "rejected")

@@ -30,6 +30,7 @@ a problem or, in a data set, one Example without completion_ids.
 """
 
 import math
+import re
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -199,7 +200,7 @@ def main(args: Args):
     grader = grading.start_grader()
     problems, held_out = load_data(args, tokenizer, eos_ids, grader)
     data_hash = run.hash_data(problems, held_out)  # ends the run if ranks have read different data
-    longest = data.longest_sequence(args, problems + held_out)  # tokens, in training and sampling
+    longest = data.longest_sequence(args, problems + held_out, online=True)  # tokens
     policy, reference = load_models(args, device, longest)
     sampler = sampling.Sampler(args, tokenizer, eos_ids, device, longest)
     optimizer = torch.optim.AdamW(
@@ -358,17 +359,24 @@ def encode_row(args, tokenizer, eos_ids, row):
     if prompt is None:
         prompt = row.get("question")  # GSM8K
     if not isinstance(prompt, str):
-        raise utils.InputError(f"no text in 'problem' or 'question', in the columns {', '.join(row)}")
+        raise utils.InputError(
+            f"no text in 'problem' or 'question', in the columns {', '.join(row)} "
+            "(the other scripts read prompts with completions)"
+        )
     if args.system_prompt:
         system = {"role": "system", "content": args.system_prompt}
         prompt = [system, {"role": "user", "content": prompt}]
     prompt_ids, _ = data.encode(tokenizer, eos_ids, prompt)
     data.check_prompt(args, prompt_ids)
-    # Some chat templates end the prompt with "<think>\n", which the rewards of the format then count. It has
-    # 8 characters, so at most 8 tokens.
-    end = tokenizer.decode(prompt_ids[-8:])
-    opening = end[end.rindex("<think>") :] if end.rstrip().endswith("<think>") else ""
-    return (utils.Example(prompt, prompt_ids, answer=gold_answer(row), opening=opening),)
+    # Some chat templates end the prompt with "<think>\n" or with an empty thought, which the rewards of the
+    # format then count. The white space of an empty thought is the template's, so it must not cost a reward.
+    end = tokenizer.decode(prompt_ids[-32:])
+    begun = re.search(r"<think>\s*(</think>\s*)?$", end)
+    opening = begun[0] if begun else ""
+    if "</think>" in opening:
+        opening = "<think>\n\n</think>\n"
+    example = utils.Example(prompt, prompt_ids, answer=gold_answer(row), opening=opening)
+    return (example._replace(row=data.json_row(row)),)
 
 
 def gold_answer(row) -> str:

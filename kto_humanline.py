@@ -236,7 +236,7 @@ def main(args: Args):
     tokenizer, eos_ids = data.load_tokenizer(args)
     groups, held_out, groups_per_step = load_data(args, tokenizer, eos_ids)
     data_hash = run.hash_data(groups, held_out)  # ends the run if ranks have read different data
-    longest = data.longest_sequence(args, groups + held_out)  # tokens, in training and sampling
+    longest = data.longest_sequence(args, groups + held_out, args.online)  # tokens
     policy, reference = load_models(args, device, longest)
     # For online rounds and for evaluation. It loads the reward model now, and its engine with the first
     # samples.
@@ -370,16 +370,23 @@ def load_data(args, tokenizer, eos_ids) -> tuple[list, list, int]:
     if args.eval_dataset:
         held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
     group_size = 2 if args.online else len(groups[0])  # online, each prompt becomes a pair
-    if not args.online and any(len(group) != group_size or not group[0].completion_ids for group in groups):
-        raise utils.InputError(
-            f"--dataset {args.dataset}: rows must be all pairs or all labelled; prompts alone need --online"
-        )
     if len({tuple(group[0].prompt_ids) for group in groups}) == 1:
         raise utils.InputError(f"--dataset {args.dataset}: all rows have one prompt, but z_0 needs two")
     if args.batch_size % group_size:
         raise utils.InputError(f"--batch-size {args.batch_size} is odd, but pairs are two examples each")
     groups_per_step = args.batch_size // group_size
-    if not args.online and len(groups) < groups_per_step:
+    if args.online:
+        return groups, held_out, groups_per_step
+    labels = [example.desirable for group in groups for example in group]
+    if None in labels or any(len(group) != group_size for group in groups):
+        raise utils.InputError(
+            f"--dataset {args.dataset}: rows must be all pairs or all labelled; scored completions need "
+            "grpo_humanline.py, and prompts alone --online"
+        )
+    run.print_main(f"labels: {labels.count(True)} true, {labels.count(False)} false")
+    if len(set(labels)) == 1:
+        raise utils.InputError(f"--dataset {args.dataset}: all labels are {labels[0]}, but KTO needs both")
+    if len(groups) < groups_per_step:
         raise utils.InputError(
             f"--dataset {args.dataset}: {len(groups)} rows, but a step needs {groups_per_step} (--batch-size)"
         )
@@ -412,7 +419,7 @@ def encode_row(args, tokenizer, eos_ids, row):
     """
     data.check_row(row)  # refuses rows with a column such as "system", which no script reads
     if row.get("label") is not None or row.get("completion") is not None:
-        data.require_columns(row, "prompt", "completion")
+        data.require_columns(row, "prompt", "completion", "label")
         if row["label"] not in (0, 1):  # false and true are 0 and 1
             raise utils.InputError("label must be true or false")
         prompt = row["prompt"]
@@ -442,19 +449,18 @@ def read_pair(row):
     chosen = row.get("chosen")
     rejected = row.get("rejected")
     if isinstance(chosen, list) and isinstance(rejected, list):  # forms 2 to 4
-        turns = data.as_messages(chosen[:-1])  # the messages before the last one
+        turns = data.as_messages(chosen[:-1])  # the messages before the last one; form 2 has none
         if data.as_messages(rejected[:-1]) != turns:
             raise utils.InputError("chosen and rejected must differ only in their last message")
-        if turns and prompt is not None:
-            texts = [message["content"] for message in turns]
-            in_form_4 = prompt in texts
-            if not in_form_4 and data.as_messages(prompt) != turns:  # nor in form 3
-                raise utils.InputError("chosen and rejected do not begin with the prompt")
-        prompt = turns or prompt  # form 2 has no turns
-        chosen = chosen[-1:]  # now in form 2
-        rejected = rejected[-1:]
+        in_form_4 = prompt in [message["content"] for message in turns]
+        if turns and not in_form_4 and data.as_messages(prompt or turns) != turns:
+            raise utils.InputError("chosen and rejected do not begin with the prompt")
+        prompt = turns or prompt
+        chosen, rejected = chosen[-1:], rejected[-1:]  # now in form 2
     if prompt is None:
-        raise utils.InputError(f"no prompt in the columns {', '.join(row)}")
+        raise utils.InputError(
+            f"no prompt in the columns {', '.join(row)} (grpo_math_humanline.py reads problems with answers)"
+        )
     if chosen is None and rejected is None:
         return prompt, []
     data.require_columns(row, "chosen", "rejected")

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from support import run
-from support.data import as_messages, mostly_unknown, render, tokenize, truncate_after_eos
+from support.data import as_messages, render, tokenize, truncate_after_eos
 from utils import Example, InputError, above, completion_logps, pad_batch, pad_rows, token_logps
 
 # === Sampler ===
@@ -383,7 +383,7 @@ def reward_scores(model, tokenizer, device, separator: str, samples: list[Exampl
         model.has_printed = True
         run.print_main(f"the reward model reads {texts[0]!r}")
     encoded = tokenize(tokenizer, texts)
-    if any(mostly_unknown(tokenizer, ids) for ids in encoded):
+    if any(2 * ids.count(tokenizer.unk_token_id) > len(ids) for ids in encoded):
         raise InputError("--reward-model: most tokens of a sample are unknown to its tokenizer")
     longest = max(len(ids) for ids in encoded)
     run.check_positions(model.config, longest)

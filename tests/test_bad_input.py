@@ -168,7 +168,8 @@ def test_data_that_do_not_fit_the_flags_say_both(refused, script, good, tmp_path
     if script.__name__ == "grpo_humanline":
         for size, said in {3: "every row needs 3 completions", 4: "--batch-size 6 is not a multiple"}.items():
             assert said in refused("--group-size", size, "--batch-size", 6)
-        scored = {"prompt": "Hi", "completions": ["a", "b", "c"], "scores": [0.1, 0.101, 0.1]}
+        scored = {"prompt": "for king", "completions": ["rose", "iris", "lily"]}
+        scored["scores"] = [0.1, 0.101, 0.1]
         path = write_rows(tmp_path / "equal.jsonl", [scored] * 4)
         told = refused("--dataset", path, "--group-size", 3, "--batch-size", 6)
         assert told == f"--dataset {path}: no row's scores differ; lower --reward-threshold"

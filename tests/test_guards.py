@@ -277,7 +277,7 @@ def test_a_run_that_does_not_sample_needs_no_positions_for_samples():
     groups = [(Example("", [1] * 5, [2] * 7),)]
     assert data.longest_sequence(dpo_humanline.Args(), groups) == 12
     assert data.longest_sequence(dpo_humanline.Args(eval_dataset="x"), groups) == 5 + 2048
-    assert data.longest_sequence(grpo_math_humanline.Args(), groups) == 5 + 2048
+    assert data.longest_sequence(grpo_math_humanline.Args(), groups, online=True) == 5 + 2048
 
 
 def test_a_pass_of_an_evaluation_is_as_wide_as_its_own_longest_sequence(one_rank):
@@ -585,9 +585,8 @@ def test_a_reward_model_whose_template_changes_an_unfinished_sample_still_scores
     model, tokenizer = sampling.load_reward_model(args)
     tokenizer.chat_template = "{% for m in messages %}{{ " + keeps + " + ' ' + '<|end|>' }}{% endfor %}"
     sample = Example("for king", [], text="rose </think> iris lily", finished=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "mostly_unknown", lambda *arguments: False)  # of upper case
-        assert sampling.reward_scores(model, tokenizer, torch.device("cpu"), "\n", [sample]).isfinite().all()
+    tokenizer.unk_token = None  # upper case is unknown
+    assert sampling.reward_scores(model, tokenizer, torch.device("cpu"), "\n", [sample]).isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import TOY
 from test_passes import SIZES, build
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models
 from transformers import AutoConfig, AutoTokenizer, Phi3Config, PreTrainedTokenizerFast
 
 import utils
@@ -49,7 +49,7 @@ SYSTEM_LAST = """{% for m in messages if m.role != 'system' %}<|user|>
 )
 def test_a_row_whose_text_the_template_loses_cannot_train(prompt, template, completion):
     with pytest.raises(
-        (SkipRow, InputError), match="changes the text|renders a prompt differently|must have a role"
+        (SkipRow, InputError), match="changes the text|not once it is answered|must have a role"
     ):
         encode(prompt, completion, template)
 
@@ -61,13 +61,13 @@ def test_a_system_message_may_stand_elsewhere(template):
 
 def test_a_template_that_changes_the_prompt_once_answered_is_refused():
     changing = "{% if not add_generation_prompt %}for {% endif %}" + EACH
-    with pytest.raises(InputError, match="differently once it is answered: pass another --chat-template"):
+    with pytest.raises(InputError, match="not once it is answered: pass another --chat-template"):
         encode("for king", "rose iris", changing)
 
 
 @pytest.mark.parametrize("completion", [None, "Paris, as ever."])
 def test_own_data_do_not_train_the_toy(completion):
-    with pytest.raises(SkipRow, match="unknown to the tokenizer"):
+    with pytest.raises(SkipRow, match="its tokens are not its text"):
         encode("What is the capital of France?", completion)
 
 
@@ -148,8 +148,9 @@ def test_a_token_that_the_head_does_not_have_is_nan(bias, monkeypatch):
 
 def test_a_text_that_the_tokenizer_drops_cannot_train():
     raw = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate("abc|")}, merges=[]))
+    raw.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="|")
     assert data.encode(tokenizer, {3}, "ab", ["ca", "b"]) == ([0, 1], [[2, 0, 3], [1, 3]])
-    for dropped, reason in (("日本", "drops the text"), ("", "completion empty")):
+    for dropped, reason in (("日本", "its tokens are not its text"), ("", "completion empty")):
         with pytest.raises(SkipRow, match=reason):
             data.encode(tokenizer, {3}, "ab", ["ca", dropped])

@@ -97,12 +97,18 @@ def test_a_prompt_that_ends_with_the_assistants_words_is_refused(completions):
         texts([U | {"content": "Write a haiku."}, A | {"content": "Autumn"}], *completions)
 
 
-@pytest.mark.parametrize("completion", ["It is<|im_end|> cold.", "It is cold.<|im_end|>", "<|im_end|>"])
-def test_a_completion_that_spells_an_eos_token_is_skipped(completion):
+@pytest.mark.parametrize("chat_template", [CHATML, None])
+@pytest.mark.parametrize("completion", ["It is<|im_end|> cold.", "<|im_end|>It is cold.", "<|im_end|>"])
+def test_a_completion_that_spells_an_eos_token_is_skipped(completion, chat_template):
     """It was trained as its part before the EOS token, and counted as complete."""
-    for chat_template in (CHATML, None):
-        with pytest.raises(SkipRow, match="spells an EOS token"):
-            texts("Weather?", "Warm.", completion, chat_template=chat_template)
+    with pytest.raises(SkipRow, match="spells an EOS token|completion empty"):
+        texts("Weather?", "Warm.", completion, chat_template=chat_template)
+
+
+@pytest.mark.parametrize("chat_template", [CHATML, None])
+def test_an_eos_token_that_a_completion_ends_with_is_its_end(chat_template):
+    whole, spelled = texts("Weather?", "Cold.", "Cold.<|im_end|>", chat_template=chat_template)[1:]
+    assert whole == spelled == "Cold.<|im_end|>"
 
 
 @pytest.mark.parametrize("role", [None, 5, "human", "gpt", "model", "Assistant"])
@@ -113,7 +119,10 @@ def test_an_unknown_role_is_refused_with_the_known_ones(role):
 
 @pytest.mark.parametrize("value", [None, 5, 1.5, True, {"text": "Hi"}, ["Hi"], [U | {"content": "Hi"}]])
 def test_a_completion_of_another_type_is_named_and_shown(value):
-    with pytest.raises(utils.InputError, match="a completion must be a text or one message|must have a role"):
+    with pytest.raises(
+        utils.InputError,
+        match="must be a text or a list of messages, not |must have a role|one message of the",
+    ):
         texts("Hi", value)
 
 
@@ -185,7 +194,7 @@ def test_truncated_rows_are_counted_and_pairs_that_became_equal_are_skipped(load
 
 
 def test_reasons_of_skipped_prompts_are_separate(load):
-    long = PAIR | {"prompt": "for king and queen and king and queen"}
+    long = PAIR | {"prompt": "for king queen king queen king queen"}
     groups, told = load(dpo_humanline, [PAIR, long, PAIR, long], max_prompt_length=6)
     assert (
         len(groups) == 2 and "2 skipped, the first in line 2: prompt longer than --max-prompt-length" in told

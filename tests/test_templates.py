@@ -26,7 +26,7 @@ def bytes_or_pieces(kind: str, template: str | None) -> PreTrainedTokenizerFast:
         raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         raw.decoder = decoders.ByteLevel()
     else:
-        letters = "▁\n<>|_ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz?.,0123456789"
+        letters = ["▁", "\n", *map(chr, range(33, 127))]
         merges = [("▁", letter) for letter in letters[1:]]
         vocab = {token: i for i, token in enumerate([*letters, *("".join(pair) for pair in merges)])}
         raw = Tokenizer(models.BPE(vocab=vocab, merges=merges))
