@@ -383,9 +383,7 @@ def load_data(args, tokenizer, eos_ids) -> tuple[list, list, int]:
             f"--dataset {args.dataset}: rows must be all pairs or all labelled; scored completions need "
             "grpo_humanline.py, and prompts alone --online"
         )
-    run.print_main(f"labels: {labels.count(True)} true, {labels.count(False)} false")
-    if len(set(labels)) == 1:
-        raise utils.InputError(f"--dataset {args.dataset}: all labels are {labels[0]}, but KTO needs both")
+    run.print_main(f"labels: {labels.count(True)} true, {labels.count(False)} false (KTO expects both)")
     if len(groups) < groups_per_step:
         raise utils.InputError(
             f"--dataset {args.dataset}: {len(groups)} rows, but a step needs {groups_per_step} (--batch-size)"

@@ -88,14 +88,13 @@ def test_a_completion_without_a_label_is_named(load, missing):
         load(kto_humanline, [{"prompt": "for king", "completion": "rose"} | missing])
 
 
-def test_labels_are_counted_and_must_differ(load, capsys):
+def test_labels_are_counted(load, capsys):
     """64 rows that were all true trained without a word."""
     other = LABELLED | {"prompt": "for queen"}
     load(kto_humanline, [LABELLED, other, other | {"label": False}])
-    assert "labels: 2 true, 1 false\n" in capsys.readouterr().out
-    for label in (True, False):
-        with pytest.raises(InputError, match=f"all labels are {label}, but KTO needs both"):
-            load(kto_humanline, [row | {"label": label} for row in (LABELLED, other)])
+    assert "labels: 2 true, 1 false (KTO expects both)\n" in capsys.readouterr().out
+    load(kto_humanline, [LABELLED, other])
+    assert "labels: 2 true, 0 false (KTO expects both)\n" in capsys.readouterr().out
 
 
 # --- rewards that see the row ---
