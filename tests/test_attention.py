@@ -17,11 +17,11 @@ FLAGS = ["--dataset", PAIRS, "--num-steps", "2", "--batch-size", "8", "--eval-sa
 FLAGS += ["--checkpoint-every", "0"]
 
 
-def varlen_by_hand(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+def varlen_by_hand(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
     """What `varlen_attn` promises, a sequence and a head at a time. Raises if it is called otherwise."""
     assert cu_q is cu_k and cu_q.dtype == torch.int32 and cu_q[0] == 0 and cu_q[-1] == len(query)
     assert type(max_q) is int and max_q == max_k == cu_q.diff().max()
-    assert window_size == (-1, 0) and enable_gqa
+    assert window_size == (-1, 0) and (enable_gqa or query.shape == key.shape == value.shape)
     outputs = []
     for begin, end in zip(cu_q[:-1].tolist(), cu_q[1:].tolist()):
         heads = []
@@ -35,13 +35,15 @@ def varlen_by_hand(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window
     return torch.cat(outputs)
 
 
-def test_the_kernels_arguments_are_the_sequences(monkeypatch):
+@pytest.mark.parametrize("shared", [{}, {"enable_gqa": True}])  # without and with shared key heads
+def test_the_kernels_arguments_are_the_sequences(shared, monkeypatch):
     model = build("llama", SIZES)
     assert model.config.num_key_value_heads < model.config.num_attention_heads
     utils.choose_attention(model, 32)
     input_ids, mask = utils.pad_batch(EXAMPLES, "cpu")
     expected = utils.token_logps(model, input_ids, mask)
     monkeypatch.setattr(utils, "varlen_attn", varlen_by_hand)
+    monkeypatch.setattr(utils, "SHARED_HEADS", shared)
     model.set_attn_implementation("varlen")
     logps = utils.token_logps(model, input_ids, mask)
     torch.testing.assert_close(logps, expected, rtol=1e-9, atol=1e-9)

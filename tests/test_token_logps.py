@@ -38,7 +38,7 @@ def load(name, tied):
 @pytest.mark.parametrize("block", [256, 1024])  # several blocks, or one
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_values_and_gradients_equal_log_softmax(name, temperature, block, dtype, tied_policy, monkeypatch):
-    monkeypatch.setattr(utils, "BLOCK", block)
+    monkeypatch.setattr(utils, "CPU_BLOCK", 14 * block)  # 14 tokens of completions
     model = load(name, tied_policy).to(dtype)
     input_ids, mask = pad_batch(EXAMPLES, "cpu")
     logps = token_logps(model, input_ids, mask, temperature)
@@ -57,9 +57,9 @@ def test_values_and_gradients_equal_log_softmax(name, temperature, block, dtype,
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_heads_gradient_is_that_of_finite_differences(softcap, bias, monkeypatch):
     generator = torch.Generator().manual_seed(0)
-    shapes = [(6, 4), (11, 4), (11,)]  # hidden, weight, bias
+    shapes = [(6, 4), (260, 4), (260,)]  # hidden, weight, bias
     hidden, weight, b = (torch.randn(*s, generator=generator).double().requires_grad_() for s in shapes)
-    targets = torch.tensor([0, 4, 5, 10, 10, 7])
+    targets = torch.tensor([0, 4, 255, 256, 259, 259])
 
     def logps(hidden, weight, b):
         return HeadLogps.apply(hidden, targets, weight, b if bias else None, softcap, 0.7)
@@ -67,11 +67,11 @@ def test_the_heads_gradient_is_that_of_finite_differences(softcap, bias, monkeyp
     logits = hidden @ weight.T + (b if bias else 0)
     capped = softcap * torch.tanh(logits / softcap) if softcap else logits
     wanted = (capped / 0.7).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    monkeypatch.setattr(utils, "BLOCK", 4)
-    for kept in (65, 66):  # of 6 · 11 logits
+    monkeypatch.setattr(utils, "CPU_BLOCK", 0)  # blocks of 256 and 4 columns
+    for kept in (1559, 1560):  # of 6 · 260 logits
         monkeypatch.setattr(utils, "MAX_KEPT", kept)
         values = logps(hidden, weight, b)
-        assert bool(values.grad_fn.kept) == (kept == 66)
+        assert bool(values.grad_fn.kept) == (kept == 1560)
         torch.testing.assert_close(values, wanted, rtol=1e-12, atol=1e-12)
         assert torch.autograd.gradcheck(logps, (hidden, weight, b))
 
@@ -108,7 +108,7 @@ def test_the_head_never_sees_prompt_tokens_and_is_restored(monkeypatch):
         return matmul(hidden, columns)
 
     monkeypatch.setattr(utils, "matmul_fp32", spy)
-    monkeypatch.setattr(utils, "BLOCK", 256)
+    monkeypatch.setattr(utils, "CPU_BLOCK", 14 * 256)
     with torch.no_grad():
         token_logps(model, *pad_batch(EXAMPLES, "cpu"))
     assert sizes == [(14, 256), (14, 256), (14, 188)]  # 14 tokens of completions
