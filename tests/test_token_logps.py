@@ -6,7 +6,7 @@ from conftest import TOY
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, PhiConfig
 
 import utils
-from utils import Example, HeadLogps, pad_batch, token_logps
+from utils import Example, HeadLogps, choose_attention, pad_batch, token_logps
 
 SEQUENCES = [([1, 2, 3], [4, 5, 6, 7, 5]), ([9, 8], [7]), ([1], [30, 31, 32, 33, 34, 35, 36, 5])]
 EXAMPLES = [Example("", *sequence) for sequence in SEQUENCES]
@@ -113,6 +113,24 @@ def test_the_head_never_sees_prompt_tokens_and_is_restored(monkeypatch):
         token_logps(model, *pad_batch(EXAMPLES, "cpu"))
     assert sizes == [(14, 256), (14, 256), (14, 188)]  # 14 tokens of completions
     assert model(torch.tensor([[1, 2]])).logits.shape == (1, 2, 700)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "loop"])  # with padding, or packed
+@pytest.mark.parametrize("empty", [(0,), (1, 2), (0, 1, 2)])
+def test_a_sequence_whose_mask_is_all_0_has_no_effect(attention, empty):
+    """An edited script may filter overlong samples in this way."""
+    model = load("untied", None).double()
+    input_ids, mask = pad_batch(EXAMPLES, "cpu")
+    mask[list(empty)] = 0
+    expected = full_logps(model, input_ids, mask)
+    choose_attention(model, 16)
+    model.set_attn_implementation(attention)
+    logps = token_logps(model, input_ids, mask)
+    torch.testing.assert_close(logps, expected, rtol=1e-9, atol=1e-9)
+    assert (logps[list(empty)] == 0).all()
+    gradients = torch.autograd.grad(logps.square().sum(), model.parameters())
+    expected = torch.autograd.grad(expected.square().sum(), model.parameters())
+    torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_an_unpredictable_first_token_is_refused():
