@@ -100,7 +100,7 @@ def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int):
 
     # With more micro-batches, none has more tokens. So bisection finds the smallest number that is enough.
     # The last number is always enough, because each sequence can have a micro-batch of its own.
-    counts = range(ranks, max(1, len(lengths)) + ranks, ranks)
+    counts = range(ranks, len(lengths) + ranks + 1, ranks)
     fewest = bisect.bisect_left(counts, True, key=lambda count: distribute(count) is not None)
     return distribute(counts[fewest])
 
@@ -494,18 +494,17 @@ class HeadLogps(torch.autograd.Function):
     def forward(ctx, hidden, targets, weight, bias, softcap, temperature):
         # hidden (N, D), targets (N,), weight (V, D), bias (V,) or None
         ctx.settings = softcap, temperature
-        ctx.kept = []  # the blocks, if they are kept for backward
+        ctx.kept = []  # the blocks of z, if they are kept for backward
         # `hidden` decides: under no_grad it needs no gradient, while the weight's flag stays True.
         keep = ctx.needs_input_grad[0] and len(hidden) * len(weight) <= MAX_KEPT
         L_blocks = []  # (N, 1) each
         z_target = math.nan  # stays nan for a target beyond the head's rows
-        for block in head_blocks(hidden, targets, weight, bias, *ctx.settings):
-            _, columns, inside, z = block
+        for _, columns, inside, z in head_blocks(hidden, targets, weight, bias, *ctx.settings):
             L_blocks.append(z.logsumexp(-1, keepdim=True))
             z_target = torch.where(inside, z.gather(1, columns), z_target)  # (N, 1)
             if keep:
-                ctx.kept.append(block)
-            del block, z  # frees this block before the next one is computed
+                ctx.kept.append(z)
+            del z  # frees this block before the next one is computed
         L = torch.stack(L_blocks).logsumexp(0)  # (N, 1)
         ctx.save_for_backward(hidden, targets, weight, bias, L)
         return (z_target - L).sum(-1)  # (N,); FSDP2 would warn that [:, 0] is a view
@@ -523,9 +522,9 @@ class HeadLogps(torch.autograd.Function):
         d_hidden = 0  # then (N, D)
         d_weight = torch.empty_like(weight)
         d_bias = None if bias is None else torch.empty_like(bias)
-        blocks = ctx.kept or head_blocks(*inputs, softcap, temperature)
-        ctx.kept = []  # each z is overwritten below, so a second backward pass must compute it again
-        for rows, columns, inside, z in blocks:
+        # This takes the blocks out of ctx.kept, because each z is overwritten below. A second backward pass
+        # computes them again.
+        for rows, columns, inside, z in head_blocks(*inputs, *ctx.settings, ctx.kept):
             if softcap:  # here, because z = softcap / temperature · tanh is overwritten below
                 slope = 1 - (z * (temperature / softcap)) ** 2  # 1 - tanh²
             # The gradient w.r.t. the raw logits, before softcap and temperature:
@@ -544,11 +543,13 @@ class HeadLogps(torch.autograd.Function):
         return d_hidden.to(hidden.dtype), None, d_weight, d_bias, None, None
 
 
-def head_blocks(hidden, targets, weight, bias, softcap, temperature):
+def head_blocks(hidden, targets, weight, bias, softcap, temperature, kept=()):
     """Yields the logits in blocks of columns, with the targets' places in each block.
 
     A block has a multiple of 256 columns and at most CPU_BLOCK or GPU_BLOCK logits, unless 256 columns have
-    more. Yields:
+    more. If the logits were kept, they are the list `kept`, which is emptied.
+
+    Yields:
         rows: the slice of the vocabulary, which is the head's rows and the columns of the logits.
         columns, inside: the column of each target within the block, and whether the target is inside the
             block, (N, 1) each. The column of a target outside is arbitrary.
@@ -558,13 +559,16 @@ def head_blocks(hidden, targets, weight, bias, softcap, temperature):
     size = 256 * max(1, logits // 256 // max(1, len(hidden)))
     for start in range(0, len(weight), size):
         rows = slice(start, start + size)
-        z = matmul_fp32(hidden, weight[rows].T)
-        if bias is not None:
-            z += bias[rows]
-        if softcap:  # Gemma 2: softcap · tanh(z / softcap)
-            z.div_(softcap).tanh_().mul_(softcap)
-        if temperature != 1:
-            z.div_(temperature)
+        if kept:
+            z = kept.pop(0)
+        else:
+            z = matmul_fp32(hidden, weight[rows].T)
+            if bias is not None:
+                z += bias[rows]
+            if softcap:  # Gemma 2: softcap · tanh(z / softcap)
+                z.div_(softcap).tanh_().mul_(softcap)
+            if temperature != 1:
+                z.div_(temperature)
         distance = (targets - start)[:, None]
         columns = distance.clamp(0, z.shape[1] - 1)
         yield rows, columns, columns == distance, z

@@ -65,6 +65,19 @@ def test_a_kernel_that_lacks_a_head_size_is_left_for_the_next_and_the_run_says_s
     assert [line["loss"] for line in padded] == pytest.approx([line["loss"] for line in loop], rel=1e-9)
 
 
+def test_a_gpu_that_is_left_with_the_loop_says_that_it_is_slow(monkeypatch):
+    def lacks(*arguments, **options):
+        raise RuntimeError("no head size of 4")
+
+    model = build("llama", SIZES)
+    monkeypatch.setitem(utils.ATTENTION, "varlen", lacks)
+    monkeypatch.setattr(utils, "attention_candidates", lambda *_: (["varlen", "loop"], []))
+    assert utils.choose_attention(model, 32) == "loop; varlen: no head size of 4"
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    told = utils.choose_attention(model, 32)
+    assert told.endswith("; slow on a GPU, one call for each sequence, and slower with --compile")
+
+
 def test_an_attention_that_is_off_is_left_and_all_that_are_off_end_the_run(monkeypatch):
     model = build("llama", SIZES)
 

@@ -65,7 +65,7 @@ def test_every_preset_trains_with_one_layer(preset, monkeypatch):
     layers = memory.SHAPE.index("num_hidden_layers")
     shape = list(memory.PRESETS[preset])
     shape[layers] = 1
-    for name, size in {"vocab_size": 600, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}.items():
+    for name, size in {"vocab_size": 600, "hidden_size": 96, "intermediate_size": 96, "head_dim": 16}.items():
         shape[memory.SHAPE.index(name)] = size
     monkeypatch.setitem(memory.PRESETS, preset, tuple(shape))
     flags = ["--pairs", "2", "--together", "2", "--arms", "k=1", "--rounds", "1", "--steps", "1"]
