@@ -45,13 +45,13 @@ def test_without_a_limit_there_is_one_for_each_rank():
 
 
 @pytest.mark.parametrize("max_tokens", [8192, 1300])
-def test_thousands_of_sequences_take_less_than_a_second(max_tokens):
+def test_thousands_of_sequences_take_no_time(max_tokens):
     draw = random.Random(0)
     usual = [int(20 + draw.gammavariate(2, 150)) for _ in range(12_000)]
     lengths = [4097] * 6_000 if max_tokens == 8192 else usual
     started = time.process_time()  # other processes do not count
     micro_batches = make_micro_batches(lengths, 4, max_tokens)
-    assert time.process_time() - started < 1
+    assert time.process_time() - started < 3  # on an idle core about 0.3
     assert sorted(sum(micro_batches, [])) == list(range(len(lengths)))
     if max_tokens == 8192:
         assert [len(indices) for indices in micro_batches] == [1] * 6_000
