@@ -7,7 +7,9 @@ Notation: B sequences of T tokens, N completion tokens (in statistics: N samples
 hidden size D. Log-probs are in nats. A mask is 1 at completion tokens and 0 elsewhere.
 """
 
+import bisect
 import heapq
+import inspect
 import math
 from typing import NamedTuple
 
@@ -24,7 +26,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 class Example(NamedTuple):
-    """A prompt with at most one completion, read from a data set or sampled from the policy."""
+    """A prompt with at most one completion, read from a data set or sampled from the policy.
+
+    All scripts share this class, because samplers, checkpoints and engines handle it. A field that a script
+    does not use keeps its default.
+    """
 
     prompt: str | list  # text or messages
     prompt_ids: list[int]
@@ -34,7 +40,7 @@ class Example(NamedTuple):
     # of samples only
     text: str = ""  # the completion
     finished: bool = True  # whether the sample ended with an EOS token, before any truncation
-    row: dict | None = None  # the row of the data set, for reward functions (`data.json_row`)
+    row: dict | None = None  # the row of the data set (`data.json_row`), for reward functions
     # of math problems only
     answer: str = ""  # the gold answer
     opening: str = ""  # what the template has written of the completion, for example "<think>\n"
@@ -53,7 +59,7 @@ class Example(NamedTuple):
     def truncate(self, max_length: int):
         """Returns the example with its completion truncated, so that its length is at most max_length.
 
-        The prompt must be shorter than max_length (`data.check_prompt`).
+        The prompt must be shorter than max_length: `data.check_prompt` skips a row with a longer one.
         """
         return self._replace(completion_ids=self.completion_ids[: max_length - len(self.prompt_ids)])
 
@@ -73,22 +79,30 @@ def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int):
     Returns:
         For each micro-batch, the indices of its sequences.
     """
-    limit = max_tokens or math.inf
+    limit = max_tokens or sum(lengths)
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    # Fewer micro-batches than this cannot hold all tokens. A sequence beyond the limit counts as one
-    # micro-batch. Without a limit this is 0, because length / inf is 0.
-    least = sum(min(length, limit) for length in lengths) / limit
-    count = max(1, math.ceil(least / ranks)) * ranks  # a multiple of ranks
-    while True:
+
+    def distribute(count):
+        """Returns `count` micro-batches, or None if one of them would exceed the limit.
+
+        Each sequence, the longest first, goes to the micro-batch that has the fewest tokens so far.
+        """
         micro_batches = [[] for _ in range(count)]
         heap = [(0, number) for number in range(count)]  # (tokens, number of the micro-batch), smallest first
         for i in longest_first:
             tokens, smallest = heap[0]
+            tokens += min(lengths[i], limit)  # a longer sequence leaves no room for another one
+            if tokens > limit:
+                return None
             micro_batches[smallest].append(i)
-            heapq.heapreplace(heap, (tokens + lengths[i], smallest))
-        if all(tokens <= limit or len(micro_batches[number]) == 1 for tokens, number in heap):
-            return micro_batches
-        count += max(1, count // (100 * ranks)) * ranks  # by a hundredth, or thousands of sequences take long
+            heapq.heapreplace(heap, (tokens, smallest))
+        return micro_batches
+
+    # With more micro-batches, none has more tokens. So bisection finds the smallest number that is enough.
+    # The last number is always enough, because each sequence can have a micro-batch of its own.
+    counts = range(ranks, len(lengths) + ranks + 1, ranks)
+    fewest = bisect.bisect_left(counts, True, key=lambda count: distribute(count) is not None)
+    return distribute(counts[fewest])
 
 
 def pad_batch(examples: list[Example], device):
@@ -117,7 +131,8 @@ def token_logps(model, input_ids, mask, temperature: float = 1.0):
 
     Args:
         input_ids: (B, T), padded on the right.
-        mask: (B, T), 1 at the tokens to score. The first token of a sequence cannot be scored.
+        mask: (B, T), 1 at the tokens to score. The first token of a sequence cannot be scored. A sequence
+            whose mask is all 0 is allowed: its log-probs are 0, and its gradient is 0.
         temperature: divides the logits. It must be 1, except for a policy that is trained at its sampling
             temperature (grpo_math).
     """
@@ -129,13 +144,9 @@ def token_logps(model, input_ids, mask, temperature: float = 1.0):
     softcap = getattr(config, "final_logit_softcapping", None)
     targets = input_ids[selected]  # (N,)
     inputs = {"input_ids": input_ids}  # no mask: padding is on the right, and causal attention never sees it
-    # The hidden state at t - 1 predicts token t. As the first token is never selected, none wraps around.
-    predicting = selected.roll(-1, 1)  # (B, T)
-    if model.config._attn_implementation in PACKED:
-        inputs, kept = pack(input_ids, selected)
-        # The selected hidden states keep the order of `targets`. `pack` drops only a sequence's last target
-        # and what follows it, so the position before each target is kept.
-        predicting = predicting[kept][None]  # (1, ΣT)
+    predicting = F.pad(selected[:, 1:], (0, 1))  # (B, T): the hidden state at t - 1 predicts token t
+    if model.config._attn_implementation in PACKED:  # see "Packing and attention" below
+        inputs, predicting = pack(input_ids, predicting)  # predicting: (1, ΣT), in the same order
 
     def head_logps(hidden):  # (B, T, D) -> (N,)
         tensors = (hidden[predicting], targets, head.weight, head.bias)
@@ -315,6 +326,8 @@ def choose_attention(model, longest: int) -> str:
             continue
         difference = (logps[:, 1:8] - expected).abs().mean(1).max()  # of the worse sequence
         if not difference > limit:  # also if it is nan, which the first step reports
+            if name == "loop" and logits.is_cuda:
+                remarks.append("slow on a GPU, one call for each sequence, and slower with --compile")
             return "; ".join([name, *remarks])
         remarks.append(f"{name}: {difference:.4f} nats off")
     reasons = "; ".join(remarks)
@@ -323,9 +336,9 @@ def choose_attention(model, longest: int) -> str:
     )
 
 
-# Settings with which models multiply their logits, or cap them under another name than Gemma 2's. The model
-# would apply them to the log-probs that its head returns in `token_logps`. In bf16 the trial of
-# `choose_attention` could miss a small change.
+# Settings with which models multiply their logits, or cap them under another name than Gemma 2's (Cohere,
+# Granite, Falcon-H1 and others; transformers has no common name). The model would apply them to the log-probs
+# that its head returns in `token_logps`. In bf16 the trial of `choose_attention` could miss a small change.
 FACTORS = ("logits_scaling", "logit_scale", "lm_head_multiplier", "logits_soft_cap", "output_logit_soft_cap")
 
 
@@ -348,6 +361,9 @@ def attention_candidates(model, longest: int, is_bf16_on_gpu: bool) -> tuple[lis
     models that pass further inputs on to the attention. They apply no window, so every sequence must fit into
     the model's window. A state that is carried along the row (linear attention, Mamba) would leak from one
     sequence into the next.
+
+    Two attributes of the model are private, because transformers offers no others. If a version drops one of
+    them, the run ends here with an AttributeError.
     """
     config = model.config.get_text_config()
     own = model.config._attn_implementation
@@ -362,17 +378,19 @@ def attention_candidates(model, longest: int, is_bf16_on_gpu: bool) -> tuple[lis
     return ["loop", own], []
 
 
-def pack(input_ids, selected):
+def pack(input_ids, predicting):
     """Concatenates padded sequences (B, T) into one row without padding, (1, ΣT).
 
-    Each sequence ends before its last selected token, which is only a target and needs no forward pass.
+    Each sequence ends with the last position that predicts a target, because the tokens after this position
+    need no forward pass. Without a target it keeps one token, because an attention kernel may refuse a
+    sequence of length 0.
 
     Returns:
-        The model's inputs, and the mask of the tokens that the row holds, (B, T).
+        The model's inputs, and `predicting` for the row, (1, ΣT).
     """
     positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    # The position of the last selected token is the number of tokens before it.
-    lengths = (positions * selected).amax(1)  # (B,)
+    # The last position that predicts, counted from 1, is the length. Elsewhere the product is 0.
+    lengths = ((positions + 1) * predicting).amax(1).clamp(min=1)  # (B,)
     kept = positions < lengths[:, None]
     boundaries = F.pad(lengths.cumsum(0), (1, 0)).int()  # (B + 1,): where sequences begin and end
     longest = lengths.max().item()
@@ -384,7 +402,11 @@ def pack(input_ids, selected):
         "max_length_q": longest,
         "max_length_k": longest,
     }
-    return inputs, kept
+    return inputs, predicting[kept][None]
+
+
+# With this option query heads may share a key head. The kernel of torch 2.11 does not have it.
+SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def varlen_attention(
@@ -404,6 +426,10 @@ def varlen_attention(
     `attention_mask` is None, because transformers makes masks only for the attention implementations that it
     knows. `attention_candidates` excludes windows, and in eval mode there is no dropout.
     """
+    if not SHARED_HEADS:
+        queries = query.shape[1] // key.shape[1]  # query heads of a key head
+        key = key.repeat_interleave(queries, 1)
+        value = value.repeat_interleave(queries, 1)
     output = varlen_attn(
         query[0].transpose(0, 1),  # (ΣT, heads, head size)
         key[0].transpose(0, 1),
@@ -414,7 +440,7 @@ def varlen_attention(
         max_length_k,
         scale=options["scaling"],
         window_size=(-1, 0),  # causal
-        enable_gqa=True,
+        **SHARED_HEADS,
     )
     return output[None], None
 
@@ -445,7 +471,10 @@ PACKED = (*ATTENTION, "flash_attention_2")  # attention implementations that kee
 # change it, start from the one-line equivalent in `HeadLogps`; the rest is memory and precision. Keep the
 # result in fp32 or wider, because in bf16 log-probs near 2 are spaced 0.016 apart.
 
-BLOCK = 2048  # number of vocabulary columns whose logits are computed at once
+# The number of logits that are computed at once: in fp32 4 MiB, which stay in a CPU's cache, or 512 MiB on a
+# GPU. With smaller blocks a GPU would wait for the CPU, which launches about 20 operators for each block.
+CPU_BLOCK = 2**20
+GPU_BLOCK = 2**27
 # Up to this many logits (1 GiB in fp32), all blocks are kept for backward, which saves their second
 # computation. Beyond this number, none is kept.
 MAX_KEPT = 2**28
@@ -456,8 +485,8 @@ class HeadLogps(torch.autograd.Function):
 
     Here z = head(hidden) / temperature or, with a softcap, z = softcap · tanh(head(hidden) / softcap) /
     temperature. These logits z (N, V) would be by far the largest tensor of a micro-batch. They are computed
-    in blocks of BLOCK columns, in fp32 or wider, and computed again in backward if there are more than
-    MAX_KEPT of them. With L = log Σ_v exp z_v,
+    in blocks of columns (`head_blocks`), in fp32 or wider, and computed again in backward if there are more
+    than MAX_KEPT of them. With L = log Σ_v exp z_v,
 
         log-prob of the target = z[target] - L
         its gradient w.r.t. z  = onehot(target) - exp(z - L)
@@ -469,43 +498,40 @@ class HeadLogps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, targets, weight, bias, softcap, temperature):
         # hidden (N, D), targets (N,), weight (V, D), bias (V,) or None
-        ctx.settings = (softcap, temperature)
+        ctx.settings = softcap, temperature
         ctx.kept = []  # the blocks of z, if they are kept for backward
-        N = len(hidden)
         # `hidden` decides: under no_grad it needs no gradient, while the weight's flag stays True.
-        keep = ctx.needs_input_grad[0] and N * len(weight) <= MAX_KEPT
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        L = hidden.new_full((N, 1), -math.inf, dtype=dtype)  # over the blocks so far
-        z_target = torch.full_like(L, math.nan)  # stays nan for a target beyond the head's rows
-        for start in range(0, len(weight), BLOCK):
-            z = head_logits(hidden, weight, bias, start, *ctx.settings)
-            L_block = z.logsumexp(-1, keepdim=True)
-            L = torch.logaddexp(L, L_block)
-            columns, inside = target_columns(targets, start, z.shape[1])
-            z_target = torch.where(inside, z.gather(1, columns), z_target)
+        keep = ctx.needs_input_grad[0] and len(hidden) * len(weight) <= MAX_KEPT
+        L_blocks = []  # (N, 1) each
+        z_target = math.nan  # stays nan for a target beyond the head's rows
+        for _, columns, inside, z in head_blocks(hidden, targets, weight, bias, *ctx.settings):
+            L_blocks.append(z.logsumexp(-1, keepdim=True))
+            z_target = torch.where(inside, z.gather(1, columns), z_target)  # (N, 1)
             if keep:
                 ctx.kept.append(z)
             del z  # frees this block before the next one is computed
+        L = torch.stack(L_blocks).logsumexp(0)  # (N, 1)
         ctx.save_for_backward(hidden, targets, weight, bias, L)
         return (z_target - L).sum(-1)  # (N,); FSDP2 would warn that [:, 0] is a view
 
     @staticmethod
     def backward(ctx, d_logps):
-        hidden, targets, weight, bias, L = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # A gradient penalty would differentiate this function, without the kept blocks: silently wrong.
+            # `once_differentiable` would let it pass if the loss is linear in the log-probs.
+            raise NotImplementedError("HeadLogps has no second derivative, so create_graph must be False")
+        *inputs, L = ctx.saved_tensors
+        hidden, _, weight, bias = inputs
         softcap, temperature = ctx.settings
         scaled = d_logps[:, None] / temperature  # (N, 1)
-        d_hidden = torch.zeros_like(hidden, dtype=L.dtype)
+        d_hidden = 0  # then (N, D)
         d_weight = torch.empty_like(weight)
         d_bias = None if bias is None else torch.empty_like(bias)
-        for start in range(0, len(weight), BLOCK):
-            block = slice(start, start + BLOCK)
-            if ctx.kept:
-                z = ctx.kept.pop(0)
-            else:
-                z = head_logits(hidden, weight, bias, start, *ctx.settings)
+        # This takes the blocks out of ctx.kept, because each z is overwritten below. A second backward pass
+        # computes them again.
+        for rows, columns, inside, z in head_blocks(*inputs, *ctx.settings, ctx.kept):
             if softcap:  # here, because z = softcap / temperature · tanh is overwritten below
                 slope = 1 - (z * (temperature / softcap)) ** 2  # 1 - tanh²
-            columns, inside = target_columns(targets, start, z.shape[1])
             # The gradient w.r.t. the raw logits, before softcap and temperature:
             #     d_raw = (onehot(target) - softmax) · d_logps / temperature [· slope]
             # It is computed in place, which saves another tensor of a block's size.
@@ -514,36 +540,44 @@ class HeadLogps(torch.autograd.Function):
             if softcap:
                 d_raw.mul_(slope)
             if bias is not None:
-                d_bias[block] = d_raw.sum(0)
+                d_bias[rows] = d_raw.sum(0)
             d_raw = d_raw.to(weight.dtype)  # the weight's dtype, for the fast matmul
-            d_hidden += matmul_fp32(d_raw, weight[block])
-            d_weight[block] = matmul_fp32(d_raw.T, hidden)
+            d_hidden += matmul_fp32(d_raw, weight[rows])
+            d_weight[rows] = matmul_fp32(d_raw.T, hidden)
             del z, d_raw
         return d_hidden.to(hidden.dtype), None, d_weight, d_bias, None, None
 
 
-def head_logits(hidden, weight, bias, start, softcap, temperature):
-    """Computes logits / temperature for one block of columns that begins at `start`, (N, BLOCK)."""
-    block = slice(start, start + BLOCK)
-    z = matmul_fp32(hidden, weight[block].T)
-    if bias is not None:
-        z += bias[block]
-    if softcap:  # Gemma 2: softcap · tanh(z / softcap)
-        return z.div_(softcap).tanh_().mul_(softcap / temperature)
-    if temperature != 1:
-        z.div_(temperature)
-    return z
+def head_blocks(hidden, targets, weight, bias, softcap, temperature, kept=()):
+    """Yields the logits in blocks of columns, with the targets' places in each block.
 
+    A block has a multiple of 256 columns and at most CPU_BLOCK or GPU_BLOCK logits, unless 256 columns have
+    more. If the logits were kept, they are the list `kept`, which is emptied.
 
-def target_columns(targets, start, size):
-    """Finds the targets in a block of `size` columns that begins at `start`.
-
-    Returns:
-        The column of each target within the block, and whether the target is inside the block, (N, 1) each.
-        The column of a target outside is arbitrary.
+    Yields:
+        rows: the slice of the vocabulary, which is the head's rows and the columns of the logits.
+        columns, inside: the column of each target within the block, and whether the target is inside the
+            block, (N, 1) each. The column of a target outside is arbitrary.
+        z: the logits / temperature, (N, columns), in fp32 or wider.
     """
-    columns = (targets - start)[:, None]
-    return columns.clamp(0, size - 1), (columns >= 0) & (columns < size)
+    logits = CPU_BLOCK if hidden.device.type == "cpu" else GPU_BLOCK
+    size = 256 * max(1, logits // 256 // max(1, len(hidden)))
+    for start in range(0, len(weight), size):
+        rows = slice(start, start + size)
+        if kept:
+            z = kept.pop(0)
+        else:
+            z = matmul_fp32(hidden, weight[rows].T)
+            if bias is not None:
+                z += bias[rows]
+            if softcap:  # Gemma 2: softcap · tanh(z / softcap)
+                z.div_(softcap).tanh_().mul_(softcap)
+            if temperature != 1:
+                z.div_(temperature)
+        distance = (targets - start)[:, None]
+        columns = distance.clamp(0, z.shape[1] - 1)
+        yield rows, columns, columns == distance, z
+        del z  # the caller has dropped it too, so its memory is free for the next block
 
 
 def matmul_fp32(a, b):
@@ -554,7 +588,8 @@ def matmul_fp32(a, b):
     if not a.dtype == b.dtype == torch.bfloat16:
         return a.to(dtype) @ b.to(dtype)
     # The fp32 copies of bf16 numbers lose nothing in the CPU's bf16 units, which sum in fp32. Other fp32
-    # numbers would be rounded to bf16.
+    # numbers would be rounded to bf16. This switch holds for the whole process, so it is set for this product
+    # alone; on a CPU forward and backward run in one thread, and no other product can see it.
     precision = torch.backends.mkldnn.matmul.fp32_precision
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     try:

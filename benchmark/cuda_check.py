@@ -42,6 +42,7 @@ MEASURED = {  # {row: (function of cuda_rows.py, its process, what it needs)}
     "attention in bf16": ("attention", "parts", ""),
     "cuDNN's plans": ("plans", "parts", "a GPU"),
     "head in bf16": ("head", "parts", ""),
+    "launches": ("launches", "parts", ""),
     "--compile": ("compiled", "parts", ""),
     "expandable segments": ("segments", "parts", "a GPU"),
     "vLLM asleep and awake": ("engine", "engine", "vLLM"),
@@ -74,7 +75,8 @@ class Runs:
         words = [sys.executable, *command.split()]
         if ranks > 1:
             words[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": str(ROOT)}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": path}
         with log.open("w") as file:
             options = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
             process = subprocess.Popen(words, env=environment, **options)

@@ -204,7 +204,7 @@ def used() -> float:
     return (total - free) / 2**30
 
 
-# === Head, compiled blocks, memory ===
+# === Head, launches, compiled blocks, memory ===
 def run_head(targets, hidden, weight) -> list:
     """Returns the log-probs, and the gradients of both factors."""
     logps = utils.HeadLogps.apply(hidden, targets, weight, None, None, 1.0)
@@ -230,6 +230,24 @@ def head() -> str:
     need(nats < 1e-4 and error < 1e-2, figure)
     need(not CUDA or seconds["bf16"] < 1.1 * seconds["fp32"], figure)
     return figure
+
+
+def launches() -> str:
+    """Counts the kernels (on a CPU: operators) of a pass, and measures the time until all are launched."""
+    model = build(torch.bfloat16 if CUDA else torch.float32)
+    batch = draw_batches(1)[0]
+    run_pass(model, batch)
+    started = time.perf_counter()
+    results = run_pass(model, batch)
+    host = time.perf_counter() - started
+    results[-1].sum().item()  # waits for the GPU
+    seconds = time.perf_counter() - started
+    with torch.profiler.profile() as profile:
+        run_pass(model, batch)
+    word = "LaunchKernel" if CUDA else "aten::"
+    count = sum(event.count for event in profile.key_averages() if word in event.key)
+    need(count > 0, "the profiler has seen none")
+    return f"{count:,} in a pass of {seconds:.3f} s, of which the CPU launches for {host:.3f} s"
 
 
 def compiled() -> str:

@@ -223,13 +223,14 @@ def without_checks():
     # transformers would take fake positions for packed sequences, and make a mask and repeated keys.
     unpacked = patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
     product = patch.object(utils, "matmul_fp32", matmul_on_cuda)
+    blocks = patch.object(utils, "CPU_BLOCK", utils.GPU_BLOCK)  # fake tensors are on the CPU
     propagate = ShardingPropagator.propagate_op_sharding_non_cached
 
     def unseen(*schema):  # DTensor finds shapes with tensors that have the size of the whole parameter
         with _disable_current_modes():
             return propagate(*schema)
 
-    with unpacked, product, patch.object(ShardingPropagator, propagate.__name__, unseen):
+    with unpacked, product, blocks, patch.object(ShardingPropagator, propagate.__name__, unseen):
         yield
 
 

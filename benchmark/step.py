@@ -3,6 +3,7 @@
     python benchmark/step.py --arms k=1 --against ../old  # this checkout beside another one
     python benchmark/step.py                              # humanline with k=1 beside offline
     python benchmark/step.py --ranks 2 --trl              # also TRL's DPOTrainer, all on two ranks
+    python benchmark/step.py --pairs 64 --together 16 --trl --trl-together 8 16 32  # on a GPU
 
 All flags but those of `Own` are the script's; with --against both versions must have them. --model is a
 preset of memory.py, toy, or a folder with a config.json. The model has this shape and random weights. The
@@ -10,8 +11,9 @@ data are one batch of random words with the lengths of 16 real pairs, so all ste
 has 4 pairs (--together).
 
 An arm runs its script as a user does, and its metrics.jsonl is read. The first step of a run is for warming
-up. The arms take turns, A B A B, --rounds times. TRL's trainer gets the same token ids, pairs in a
-micro-batch, dtype and settings of the optimizer, and pads its micro-batches.
+up. The arms take turns, A B A B, --rounds times. TRL's trainer gets the same token ids, dtype and settings of
+the optimizer, and pads its micro-batches. With several --trl-together, each is an arm, and the fastest is
+TRL's best. TRL's GRPOTrainer takes no token ids, because it draws samples of its own, so it has no arm.
 
 seconds     of a step, median
 CPU s       user and system time of a run from its start, all ranks, median
@@ -44,9 +46,9 @@ from typing import Literal
 
 import torch
 import tyro
-from memory import read_config
+from memory import SHAPE, read_config
 from scripts import ROOT, describe_commit, load_script, machine, parse_args
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import utils
 from support import data, run
@@ -67,7 +69,8 @@ class Own:
     script: Literal["dpo", "kto", "grpo"] = "dpo"  # <script>_humanline.py
     arms: tuple[str, ...] = ("offline", "k=1")  # offline: --no-humanline; k=N: a sync every N steps
     against: str = ""  # folder of another checkout, whose scripts run too
-    trl: bool = False  # TRL's trainer runs too (only DPO)
+    trl: bool = False  # TRL's trainer runs too (DPO and KTO)
+    trl_together: tuple[int, ...] = ()  # pairs in a micro-batch of TRL, an arm for each; none: --together
     ranks: int = torch.cuda.device_count() or 1  # processes of a run
     rounds: int = 2  # runs of an arm
     steps: int = 2  # measured steps of a run
@@ -84,8 +87,10 @@ def parse(flags: list[str]):
     for arm in own.arms:
         if not re.fullmatch(r"offline|k=[1-9]\d*", arm):
             raise utils.InputError(f"--arms {' '.join(own.arms)}: an arm is offline or k=N")
-    if own.trl and (own.script != "dpo" or own.pairs % (own.together * own.ranks)):
-        raise utils.InputError("--trl needs --script dpo and --pairs a multiple of --together x --ranks")
+    own.trl_together = own.trl_together or (own.together,)
+    uneven = [together for together in own.trl_together if own.pairs % (together * own.ranks)]
+    if own.trl and (own.script == "grpo" or uneven):
+        raise utils.InputError("--trl needs --script dpo or kto; --together x --ranks must divide --pairs")
     model, dtype = ("qwen2.5-1.5b", "bfloat16") if DEVICE.type == "cuda" else ("llama-26m", "float32")
     batch = own.pairs if own.script == "dpo" else 2 * own.pairs
     flags = [f"--model={model}", f"--dtype={dtype}", f"--batch-size={batch}", "--warmup-fraction=0"]
@@ -100,6 +105,12 @@ def make_model(config, positions: int, folder: Path) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy" / "bouquets" / "policy")
     config.eos_token_id = tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
+    if config.model_type == "qwen2":
+        # In a folder of Qwen2, transformers reads the toy's tokenizer as Qwen2's, which drops its words. A
+        # Llama with biases has the same layers.
+        shape = {name: getattr(config, name) for name in SHAPE[1:]}
+        shape |= {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id}
+        config = AutoConfig.for_model("llama", **shape, attention_bias=True)
     torch.manual_seed(0)
     with DEVICE:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -152,14 +163,14 @@ def run_arm(own: Own, kind: str, checkout: Path, flags: list[str], folder: Path)
     command = [sys.executable]
     if own.ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={own.ranks}"]
-    if kind == "TRL":
-        command += [__file__, "TRL", str(own.together)]
+    if kind.startswith("TRL"):
+        command += [__file__, *kind.split(), own.script]
     else:
         command.append(f"{checkout}/{own.script}_humanline.py")
     command += [*flags, f"--output-dir={folder}"]
     if kind == "offline":
         command.append("--no-humanline")
-    elif kind != "TRL":
+    elif kind.startswith("k="):
         command += ["--humanline", f"--k={kind[2:]}"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
@@ -185,8 +196,9 @@ def measure(flags: list[str]) -> dict:
         arms[kind] = (kind, ROOT)
         if own.against:
             arms[f"{kind} in {own.against}"] = (kind, Path(own.against).resolve())
-    if own.trl:
-        arms["TRL"] = ("TRL", ROOT)
+    for together in own.trl_together:
+        if own.trl:
+            arms[f"TRL, {together} pairs"] = (f"TRL {together}", ROOT)
     config = read_config(load_script(own.script), "--model", args.model, args.trust_remote_code)
     runs = {name: [] for name in arms}
     rates = []
@@ -265,25 +277,37 @@ def show(result: dict):
         print(f"| {' | '.join(cells)} |")
 
 
-def train_with_trl(together: int, flags: list[str]):
-    """Trains with TRL's DPOTrainer and the script's flags, and writes a metrics.jsonl like the script."""
+def trl_rows(script: str, prompt_ids, chosen_ids, rejected_ids) -> list[dict]:
+    """Returns TRL's rows of a pair. For KTO's z_0, each completion takes the place of the other one."""
+    if script == "dpo":
+        return [{"prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids}]
+    columns = ("prompt_ids", "completion_ids", "KL_completion_ids", "label")
+    rows = (prompt_ids, chosen_ids, rejected_ids, True), (prompt_ids, rejected_ids, chosen_ids, False)
+    return [dict(zip(columns, row)) for row in rows]
+
+
+def train_with_trl(together: int, script: str, flags: list[str]):
+    """Trains with TRL's trainer and the script's flags, and writes a metrics.jsonl like the script."""
+    import trl
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import DPOConfig, DPOTrainer
 
-    args = parse_args(load_script("dpo"), flags)
+    args = parse_args(load_script(script), flags)
+    Config = getattr(trl, f"{script.upper()}Config")
+    BaseTrainer = getattr(trl, f"{script.upper()}Trainer")
+    size = together if script == "dpo" else 2 * together  # rows of a micro-batch
     tokenizer, eos_ids = data.load_tokenizer(args)
     rows = []
     for line in Path(args.dataset).read_text().splitlines():
         row = json.loads(line)
         texts = [row["chosen"], row["rejected"]]
         prompt_ids, (chosen_ids, rejected_ids) = data.encode(tokenizer, eos_ids, row["prompt"], texts)
-        rows.append({"prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids})
-    of_all_ranks = together * int(os.environ.get("WORLD_SIZE", 1))
+        rows += trl_rows(script, prompt_ids, chosen_ids, rejected_ids)
+    of_all_ranks = size * int(os.environ.get("WORLD_SIZE", 1))
     named = ("weight_decay", "max_grad_norm", "beta", "gradient_checkpointing", "output_dir")
-    settings = DPOConfig(
+    settings = Config(
         **{name: getattr(args, name) for name in named},
-        per_device_train_batch_size=together,
+        per_device_train_batch_size=size,
         gradient_accumulation_steps=args.batch_size // of_all_ranks,
         max_steps=args.num_steps,
         max_length=None,
@@ -314,7 +338,7 @@ def train_with_trl(together: int, flags: list[str]):
                     file.write(json.dumps(row) + "\n")
                 self.started = now
 
-    class Trainer(DPOTrainer):
+    class Trainer(BaseTrainer):
         def _prepare_dataset(self, dataset, *_):
             return dataset  # instead of tokenizing it
 
@@ -331,7 +355,7 @@ def train_with_trl(together: int, flags: list[str]):
 
 def main(flags: list[str]):
     if flags[:1] == ["TRL"]:
-        return train_with_trl(int(flags[1]), flags[2:])
+        return train_with_trl(int(flags[1]), flags[2], flags[3:])
     with contextlib.redirect_stdout(sys.stderr):  # for the line that `parse_args` prints
         result = measure(flags)
     if "--json" in flags:

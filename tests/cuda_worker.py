@@ -153,7 +153,7 @@ def varlen_attn(*args, **options):
     splits = [x.transpose(0, 1)[None].split(lengths, dim=2) for x in (query, key, value)]
     outputs = []
     for q, k, v in zip(*splits):  # (1, heads, T, size) each
-        output = sdpa(q, k, v, is_causal=True, scale=options["scale"], enable_gqa=options["enable_gqa"])
+        output = sdpa(q, k, v, is_causal=True, scale=options["scale"], enable_gqa="enable_gqa" in options)
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 import worker
 
+import utils
+
 
 def resident(name: str) -> float:
     """Returns VmRSS (the memory now) or VmHWM (the peak), in GiB."""
@@ -25,6 +27,7 @@ if __name__ == "__main__":
     ctypes.CDLL(None).mallopt(-3, 2**16)
     # A page counts when it is written, but on a GPU when it is allocated. So HeadLogps writes here.
     torch.empty_like = torch.zeros_like
+    utils.CPU_BLOCK = utils.GPU_BLOCK  # as in the estimate
     script = importlib.import_module(os.environ["SCRIPT"])
     before = []
     load_models = script.load_models

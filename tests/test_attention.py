@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+import varlen_kernel
 from conftest import PAIRS, TOY, metrics, parse_args
 from test_passes import EXAMPLES, PADDED, SIZES, build
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,11 +18,11 @@ FLAGS = ["--dataset", PAIRS, "--num-steps", "2", "--batch-size", "8", "--eval-sa
 FLAGS += ["--checkpoint-every", "0"]
 
 
-def varlen_by_hand(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+def varlen_by_hand(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
     """What `varlen_attn` promises, a sequence and a head at a time. Raises if it is called otherwise."""
     assert cu_q is cu_k and cu_q.dtype == torch.int32 and cu_q[0] == 0 and cu_q[-1] == len(query)
     assert type(max_q) is int and max_q == max_k == cu_q.diff().max()
-    assert window_size == (-1, 0) and enable_gqa
+    assert window_size == (-1, 0) and (enable_gqa or query.shape == key.shape == value.shape)
     outputs = []
     for begin, end in zip(cu_q[:-1].tolist(), cu_q[1:].tolist()):
         heads = []
@@ -35,13 +36,15 @@ def varlen_by_hand(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window
     return torch.cat(outputs)
 
 
-def test_the_kernels_arguments_are_the_sequences(monkeypatch):
+@pytest.mark.parametrize("shared", [{}, {"enable_gqa": True}])  # without and with shared key heads
+def test_the_kernels_arguments_are_the_sequences(shared, monkeypatch):
     model = build("llama", SIZES)
     assert model.config.num_key_value_heads < model.config.num_attention_heads
     utils.choose_attention(model, 32)
     input_ids, mask = utils.pad_batch(EXAMPLES, "cpu")
     expected = utils.token_logps(model, input_ids, mask)
     monkeypatch.setattr(utils, "varlen_attn", varlen_by_hand)
+    monkeypatch.setattr(utils, "SHARED_HEADS", shared)
     model.set_attn_implementation("varlen")
     logps = utils.token_logps(model, input_ids, mask)
     torch.testing.assert_close(logps, expected, rtol=1e-9, atol=1e-9)
@@ -60,6 +63,19 @@ def test_a_kernel_that_lacks_a_head_size_is_left_for_the_next_and_the_run_says_s
     assert "\nattention of the policy: sdpa; loop: no head size of 4\n" in capsys.readouterr().out
     loop, padded = metrics(tmp_path / "loop"), metrics(tmp_path / "padded")
     assert [line["loss"] for line in padded] == pytest.approx([line["loss"] for line in loop], rel=1e-9)
+
+
+def test_a_gpu_that_is_left_with_the_loop_says_that_it_is_slow(monkeypatch):
+    def lacks(*arguments, **options):
+        raise RuntimeError("no head size of 4")
+
+    model = build("llama", SIZES)
+    monkeypatch.setitem(utils.ATTENTION, "varlen", lacks)
+    monkeypatch.setattr(utils, "attention_candidates", lambda *_: (["varlen", "loop"], []))
+    assert utils.choose_attention(model, 32) == "loop; varlen: no head size of 4"
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    told = utils.choose_attention(model, 32)
+    assert told.endswith("; slow on a GPU, one call for each sequence, and slower with --compile")
 
 
 def test_an_attention_that_is_off_is_left_and_all_that_are_off_end_the_run(monkeypatch):
@@ -92,13 +108,17 @@ def test_dropout_and_routers_are_those_of_evaluation(checkpointing, tmp_path):
     assert final.config.router_jitter_noise == 0.2 and final.config.attention_dropout == 0.3
 
 
-def test_compiled_blocks_give_the_same_and_are_compiled_once(one_rank):
+@pytest.mark.parametrize("attention", ["loop", "varlen"])
+def test_compiled_blocks_give_the_same_and_are_compiled_once(attention, one_rank, monkeypatch):
+    """With varlen, the kernel of a GPU, a block is one graph. The loop breaks a block into several."""
+    varlen_kernel.register()
     args = parse_args(dpo_humanline, ["--dtype", "float32"])
     torch._dynamo.reset()
     models = []
     for args.compile in (False, True):
-        policy, _ = dpo_humanline.load_models(args, torch.device("cpu"), 100)
+        policy, _ = dpo_humanline.load_models(args, torch.device("cpu"), 100)  # with the loop
         models.append(policy)
+        monkeypatch.setattr(utils, "attention_candidates", lambda *_: ([attention], []))
     draw = random.Random(0)
     graphs = []
     for step in range(10):
@@ -117,7 +137,9 @@ def test_compiled_blocks_give_the_same_and_are_compiled_once(one_rank):
         for plain, compiled in zip(*results):
             torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert graphs[0] > 0 and graphs[-1] == graphs[1]
+    # The blocks have one code. torch compiles it once for a pass without gradients (the trial of the
+    # attention) and once for training.
+    assert graphs[0] > 0 and graphs[-1] == graphs[1] and (attention == "loop" or graphs[-1] <= 2)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "falcon_mamba"])

@@ -13,10 +13,9 @@ import cuda_rows
 import pytest
 import torch
 import torch.distributed as dist
+import varlen_kernel
 from conftest import ROOT, run_ranks
 from safetensors.torch import save_file
-from test_cuda_branch import GROUPED
-from torch.nn.attention import varlen
 
 import utils
 from support import run
@@ -72,6 +71,18 @@ def test_a_row_that_time_ends_is_not_run_and_not_wrong(tmp_path):
     assert runs.launch(str(tmp_path / "fails.py"), 1, tmp_path / "log") == "ValueError: broken"
 
 
+def test_packages_that_are_found_through_the_users_path_stay_found(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "from_the_user.py").write_text("")
+    (tmp_path / "imports.py").write_text("import from_the_user, utils")
+    runs = cuda_check.Runs(tmp_path, {}, ends=time.monotonic() + 200)
+    command = str(tmp_path / "imports.py")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
+    assert runs.launch(command, 1, tmp_path / "log") == ""
+    monkeypatch.delenv("PYTHONPATH")
+    assert "No module named 'from_the_user'" in runs.launch(command, 1, tmp_path / "log")
+
+
 @pytest.mark.parametrize("other, weight", [(1.0, 1.0), (1.0, 1.1), (1.001, 1.0)])
 def test_rows_that_compare_runs(other, weight, tmp_path):
     """The runs differ in the loss of the second step, or in a weight."""
@@ -109,11 +120,13 @@ def setup_with_tf32(*arguments):
 
 
 SECONDS = iter((1.0, 2.0))
+NOTHING = [torch.zeros(1)]
 WRONG = {
     "attention": (utils, "ATTENTION", utils.ATTENTION | {"loop": off_by_a_tenth}, "are off by"),
     "head": (utils, "matmul_fp32", other_product, "bf16 off fp32 by"),
     "precision": (run, "setup", setup_with_tf32, "'products in': 'high'"),
     "sync": (cuda_rows.DPO, "sync_reference", lambda *models: None, "the reference is .* nats off"),
+    "launches": (cuda_rows, "run_pass", lambda *args: NOTHING, "has seen none"),
     "compiled": (cuda_rows.DPO, "decoder_blocks", lambda model: [], "0 graphs"),
     "plans": (cuda_rows, "run_passes", lambda *args: (next(SECONDS), None), "loop 2.0.* attention 1.0"),
 }
@@ -134,35 +147,25 @@ def test_a_part_that_is_wrong_is_found(row, monkeypatch):
 
 def test_parts_as_on_a_gpu():
     """Rows that need a GPU run on the pretended GPU of cuda_worker.py, which gives the figures."""
-    names = ["precision", "sync", "plans", "head", "segments"]
-    if GROUPED:
-        names.append("attention")
+    names = ["precision", "sync", "plans", "head", "segments", "attention"]
     output = run_ranks(1, [names], "cuda_worker.py", "cuda_rows")
     figures = json.loads(output.splitlines()[-1])
     assert list(figures) == names
     assert "highest, cuDNN's attention False, expandable segments T" in figures["precision"]
-    assert not GROUPED or figures["attention"].startswith("varlen is chosen; sdpa 1.000 s")
+    assert figures["attention"].startswith("varlen is chosen; sdpa 1.000 s")
     assert figures["segments"].startswith("2.00 GiB reserved for 1.00")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not GROUPED, reason="the kernel of torch 2.11 lacks grouped heads, so it is not used")
 def test_blocks_with_the_kernel_for_all_sequences_compile_once_and_whole(monkeypatch):
-    """Each block is one graph, without breaks and without a fixed length. The kernel here halves q."""
-
-    def attend(q, *rest):  # returns output, lse (heads, ΣT), random state
-        return q / 2, torch.zeros(q.shape[1], len(q)), torch.zeros(2, dtype=torch.uint64)
-
-    def attend_backward(d, q, k, v, *rest):
-        return d / 2, torch.zeros_like(k), torch.zeros_like(v)
+    """Each block is one graph, without breaks and without a fixed length."""
 
     def build(dtype):
         model = BUILD(dtype)
         model.set_attn_implementation("varlen")
         return model
 
-    varlen._varlen_attn.register_kernel("cpu")(attend)
-    varlen._varlen_attn_backward.register_kernel("cpu")(attend_backward)
+    varlen_kernel.register()
     monkeypatch.setattr(cuda_rows, "build", build)
     torch._dynamo.reset()
     assert "; 1 graphs, then 0 more; " in cuda_rows.compiled()

@@ -139,7 +139,7 @@ def test_a_model_whose_log_probs_are_not_its_own_is_refused(name, settings):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_token_that_the_head_does_not_have_is_nan(bias, monkeypatch):
-    monkeypatch.setattr(utils, "BLOCK", 256)
+    monkeypatch.setattr(utils, "CPU_BLOCK", 3 * 256)
     hidden, weight = torch.randn(3, 4), torch.randn(600, 4)
     targets = torch.tensor([599, 600, 7])
     logps = utils.HeadLogps.apply(hidden, targets, weight, weight[:, 0] if bias else None, None, 1.0)

@@ -91,8 +91,8 @@ def test_fewer_positions_than_ranks_leave_passes_empty():
     assert make_micro_batches([5000], 1, 100) == [[0]]
 
 
-def test_the_search_for_micro_batches_begins_near_its_result(monkeypatch):
-    """From one micro-batch for each rank on, 60,000 sequences would take minutes."""
+def test_the_search_for_micro_batches_is_a_bisection():
+    """One micro-batch more for each rank at a time, 60,000 sequences would take minutes."""
     lengths = [200 + 37 * i % 400 for i in range(60_000)]
     started = time.monotonic()
     found = make_micro_batches(lengths, 8, 8192)

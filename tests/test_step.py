@@ -59,6 +59,28 @@ def test_two_ranks_and_arms_do_what_they_are_named_for(found, capsys):
     assert turns == ["k=1", "offline"] * 2
 
 
+@pytest.mark.parametrize("preset", memory.PRESETS)
+def test_every_preset_trains_with_one_layer(preset, monkeypatch):
+    """In a folder of Qwen2, transformers replaced the tokenizer, and the rows lost their words."""
+    layers = memory.SHAPE.index("num_hidden_layers")
+    shape = list(memory.PRESETS[preset])
+    shape[layers] = 1
+    for name, size in {"vocab_size": 600, "hidden_size": 96, "intermediate_size": 96, "head_dim": 16}.items():
+        shape[memory.SHAPE.index(name)] = size
+    monkeypatch.setitem(memory.PRESETS, preset, tuple(shape))
+    flags = ["--pairs", "2", "--together", "2", "--arms", "k=1", "--rounds", "1", "--steps", "1"]
+    found = step.measure(["--model", preset, "--dtype", "float32", *flags])
+    assert found["arms"]["k=1"]["grad_norm"][0] > 0 and found["model"] == preset
+
+
+def test_several_arms_of_trl_and_kto():
+    flags = ["--script", "kto", "--arms", "k=1", "--rounds", "1", "--steps", "1", "--trl"]
+    ours, two, four = measure(*flags, "--trl-together", "2", "4")["arms"].items()
+    assert (two[0], four[0]) == ("TRL, 2 pairs", "TRL, 4 pairs")
+    for _, arm in (ours, two, four):  # at first the policy is the reference, so a row's loss is σ(0)
+        assert arm["loss"][0] == pytest.approx(0.5, abs=1e-3) and arm["grad_norm"][0] > 0.01
+
+
 @pytest.mark.parametrize("script", ["kto", "grpo"])
 def test_other_scripts(script):
     (arm,) = measure("--script", script, "--arms", "k=1", "--rounds", "1", "--steps", "1")["arms"].values()
@@ -90,7 +112,8 @@ def test_flops_by_hand(kto, each):
 def test_what_is_refused_and_an_arm_that_fails():
     for flags, told in (
         ("--arms k=0", "--arms k=0: an arm is offline or k=N"),
-        ("--script kto --trl", "--trl needs --script dpo"),
+        ("--script grpo --trl", "--trl needs --script dpo or kto"),
+        ("--trl --pairs 16 --trl-together 8 3", "must divide --pairs"),
         ("--arms k=1 --lr -1", f"k=1 in {ROOT}: error: --lr -1.0 is out of range"),
     ):
         with pytest.raises(utils.InputError) as error:

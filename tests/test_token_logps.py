@@ -6,7 +6,7 @@ from conftest import TOY
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, PhiConfig
 
 import utils
-from utils import Example, HeadLogps, pad_batch, token_logps
+from utils import Example, HeadLogps, choose_attention, pad_batch, token_logps
 
 SEQUENCES = [([1, 2, 3], [4, 5, 6, 7, 5]), ([9, 8], [7]), ([1], [30, 31, 32, 33, 34, 35, 36, 5])]
 EXAMPLES = [Example("", *sequence) for sequence in SEQUENCES]
@@ -38,7 +38,7 @@ def load(name, tied):
 @pytest.mark.parametrize("block", [256, 1024])  # several blocks, or one
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_values_and_gradients_equal_log_softmax(name, temperature, block, dtype, tied_policy, monkeypatch):
-    monkeypatch.setattr(utils, "BLOCK", block)
+    monkeypatch.setattr(utils, "CPU_BLOCK", 14 * block)  # 14 tokens of completions
     model = load(name, tied_policy).to(dtype)
     input_ids, mask = pad_batch(EXAMPLES, "cpu")
     logps = token_logps(model, input_ids, mask, temperature)
@@ -57,9 +57,9 @@ def test_values_and_gradients_equal_log_softmax(name, temperature, block, dtype,
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_heads_gradient_is_that_of_finite_differences(softcap, bias, monkeypatch):
     generator = torch.Generator().manual_seed(0)
-    shapes = [(6, 4), (11, 4), (11,)]  # hidden, weight, bias
+    shapes = [(6, 4), (260, 4), (260,)]  # hidden, weight, bias
     hidden, weight, b = (torch.randn(*s, generator=generator).double().requires_grad_() for s in shapes)
-    targets = torch.tensor([0, 4, 5, 10, 10, 7])
+    targets = torch.tensor([0, 4, 255, 256, 259, 259])
 
     def logps(hidden, weight, b):
         return HeadLogps.apply(hidden, targets, weight, b if bias else None, softcap, 0.7)
@@ -67,11 +67,11 @@ def test_the_heads_gradient_is_that_of_finite_differences(softcap, bias, monkeyp
     logits = hidden @ weight.T + (b if bias else 0)
     capped = softcap * torch.tanh(logits / softcap) if softcap else logits
     wanted = (capped / 0.7).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    monkeypatch.setattr(utils, "BLOCK", 4)
-    for kept in (65, 66):  # of 6 · 11 logits
+    monkeypatch.setattr(utils, "CPU_BLOCK", 0)  # blocks of 256 and 4 columns
+    for kept in (1559, 1560):  # of 6 · 260 logits
         monkeypatch.setattr(utils, "MAX_KEPT", kept)
         values = logps(hidden, weight, b)
-        assert bool(values.grad_fn.kept) == (kept == 66)
+        assert bool(values.grad_fn.kept) == (kept == 1560)
         torch.testing.assert_close(values, wanted, rtol=1e-12, atol=1e-12)
         assert torch.autograd.gradcheck(logps, (hidden, weight, b))
 
@@ -108,11 +108,29 @@ def test_the_head_never_sees_prompt_tokens_and_is_restored(monkeypatch):
         return matmul(hidden, columns)
 
     monkeypatch.setattr(utils, "matmul_fp32", spy)
-    monkeypatch.setattr(utils, "BLOCK", 256)
+    monkeypatch.setattr(utils, "CPU_BLOCK", 14 * 256)
     with torch.no_grad():
         token_logps(model, *pad_batch(EXAMPLES, "cpu"))
     assert sizes == [(14, 256), (14, 256), (14, 188)]  # 14 tokens of completions
     assert model(torch.tensor([[1, 2]])).logits.shape == (1, 2, 700)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "loop"])  # with padding, or packed
+@pytest.mark.parametrize("empty", [(0,), (1, 2), (0, 1, 2)])
+def test_a_sequence_whose_mask_is_all_0_has_no_effect(attention, empty):
+    """An edited script may filter overlong samples in this way."""
+    model = load("untied", None).double()
+    input_ids, mask = pad_batch(EXAMPLES, "cpu")
+    mask[list(empty)] = 0
+    expected = full_logps(model, input_ids, mask)
+    choose_attention(model, 16)
+    model.set_attn_implementation(attention)
+    logps = token_logps(model, input_ids, mask)
+    torch.testing.assert_close(logps, expected, rtol=1e-9, atol=1e-9)
+    assert (logps[list(empty)] == 0).all()
+    gradients = torch.autograd.grad(logps.square().sum(), model.parameters())
+    expected = torch.autograd.grad(expected.square().sum(), model.parameters())
+    torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_an_unpredictable_first_token_is_refused():
