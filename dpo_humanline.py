@@ -284,7 +284,7 @@ def main(args: Args):
     signals.release()
     after = evaluate(args, policy, sampler, held_out, before)
     run.export(output_dir / "final", policy, tokenizer, eos_ids)
-    log.report(before, after)
+    log.report(after)
     dist.barrier()  # all ranks wait until rank 0 has written everything
     dist.destroy_process_group()
 
@@ -429,15 +429,16 @@ def load_models(args, device, longest: int):
             # Replaces the block's forward by one that recomputes activations in backward. transformers' own
             # checkpointing needs train mode, which would start dropout.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    for name, model in (("policy", policy), ("reference", reference)):
+    attentions = set()
+    for model in (policy, reference):
         # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
         # log-probs would be wrong without any error. Therefore `choose_attention` compares packed log-probs
         # with a plain forward pass.
-        attention = utils.choose_attention(model, longest)
-        run.print_main(f"attention of the {name}: {attention}")
+        attentions.add(utils.choose_attention(model, longest))
         if args.compile:
             for block in decoder_blocks(model):
                 block.compile(dynamic=True)
+    run.print_main(f"attention: {', '.join(sorted(attentions))}")
     return policy, reference
 
 
@@ -462,7 +463,8 @@ def shard_model(args, model, device):
     # Gradients are summed over ranks in fp32 or wider, because bf16 sums over many ranks lose small terms.
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype)
-    for module in [*units, model]:
+    # Inner modules first: Mamba's blocks contain its mixers, and both are units.
+    for module in [*reversed(units), model]:
         # By default FSDP2 leaves the root gathered after forward, for use in backward. The reference never
         # runs backward, so its next forward would still use the weights from before a sync.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
@@ -525,7 +527,7 @@ def best_and_worst(samples: list[utils.Example], threshold: float):
 
 
 class Evaluation(NamedTuple):
-    statistics: dict  # {name: (mean, standard error, n)}
+    values: dict  # {name: one value for each pair or sample}
     logps: torch.Tensor | None  # (2P, T) nats: P chosen completions, then P rejected ones
     samples: list  # one sample for the prompt of each of the first --eval-samples rows
 
@@ -554,7 +556,7 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
     # A prompt that stands in several rows is sampled once for each of them.
     prompts = [group[0] for group in held_out[: args.eval_samples]]
     samples, sample_values = sampler.evaluate(policy, prompts, initial)
-    return Evaluation(utils.mean_and_error(values | sample_values), logps, samples)
+    return Evaluation(values | sample_values, logps, samples)
 
 
 # === Metrics ===

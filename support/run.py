@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -30,7 +31,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from transformers import AutoConfig
 
-from utils import Example, InputError
+from utils import Example, InputError, mean_and_error
 
 
 def is_main() -> bool:
@@ -38,10 +39,11 @@ def is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def print_main(*words):
-    """Prints on rank 0 only."""
+def print_main(text: str):
+    """Prints on rank 0 only, above the progress bar if there is one."""
     if is_main():
-        print(*words, flush=True)
+        with tqdm.external_write_mode():  # clears the bar, and draws it again
+            print(text, flush=True)  # a log file then shows how far the run is
 
 
 def hide_bar() -> bool:
@@ -97,23 +99,23 @@ def library_errors(place: str):
         yield
     except InputError:
         raise
-    except (Exception, dcp.CheckpointException) as error:
-        cause = failure(error)
-        first_line = str(cause).strip().partition("\n")[0]
-        raise InputError(f"{place}: {type(cause).__name__}: {first_line}") from cause
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise InputError(f"{place}: {type(error).__name__}: {first_line}") from error
 
 
-def failure(error: BaseException) -> Exception:
-    """Returns the exception itself or, of a CheckpointException, that of a rank.
+@contextmanager
+def checkpoint_errors():
+    """Raises the exception of a rank itself, for example an OSError, or the KeyboardInterrupt of Ctrl-C.
 
-    dcp wraps the exceptions of all ranks in a CheckpointException, which is not a subclass of Exception. If
-    it wraps a KeyboardInterrupt (Ctrl-C), this is raised again.
+    torch.distributed.checkpoint wraps the exceptions of all ranks in a CheckpointException, which is not a
+    subclass of Exception.
     """
-    if isinstance(error, dcp.CheckpointException):
-        error, _ = next(iter(error.failures.values()))  # {rank: (exception, traceback)}
-        if not isinstance(error, Exception):
-            raise error
-    return error
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        exception, _ = next(iter(error.failures.values()))  # {rank: (exception, traceback)}
+        raise exception from None
 
 
 # === Flags ===
@@ -145,6 +147,8 @@ def parse_args(
     """
     if flags is None:
         flags = sys.argv[1:]
+    # Shells do not expand "--output-dir=~/runs", and a folder named "~" would be made.
+    flags = [flag.replace("=~/", f"={Path.home()}/") for flag in flags]
     refuse_other_names(flags)
     # The first pass only looks for the flags that choose the defaults of the second.
     given, _ = tyro.cli(Args, args=flags, add_help=False, return_unknown_args=True)
@@ -167,9 +171,7 @@ def parse_args(
     args = tyro.cli(Args, args=flags, default=default, description=f"{doc}\nThe defaults below are {source}.")
     if given.resume:
         for name in FIXED_BY_RESUME & vars(args).keys():
-            # An offline run has drawn no rounds, so it may go online with rounds of any size.
-            was_in_effect = name != "round_prompts" or default.online
-            if was_in_effect and getattr(args, name) != getattr(default, name):
+            if getattr(args, name) != getattr(default, name):
                 raise InputError(
                     f"--{name.replace('_', '-')} cannot be changed by --resume: "
                     "the rows of the next steps depend on it"
@@ -189,15 +191,25 @@ OTHER_NAMES = {
     "--gradient-accumulation-steps": "--micro-batch-tokens",
     "--model-name-or-path": "--model",
     "--dataset-name": "--dataset",
+    "--num-generations": "--samples-per-prompt or --group-size",
+    "--max-completion-length": "--max-new-tokens",
+    "--bf16": "--dtype bfloat16",
+    "--reward-funcs": "--reward-model, or SCORE in grpo_humanline.py,",
+    "--loss-type": "replaced by an edit of the loss",
+    "--report-to": "not needed (TensorBoard)",
+    "--sync-ref-model": "--k",
+    "--use-peft": "not supported (docs/elsewhere.md)",
 }
 
 
 def refuse_other_names(flags: list[str]):
-    """Raises InputError for a flag that has another name here."""
+    """Raises InputError for a flag that has another name here, and for the value of a switch."""
     for flag in flags:
-        name = flag.partition("=")[0].replace("_", "-")
+        name, _, value = flag.replace("_", "-").partition("=")
         if name in OTHER_NAMES:
             raise InputError(f"{flag}: this flag is {OTHER_NAMES[name]} here")
+        if (value or name) in ("True", "False", "true", "false"):
+            raise InputError(f"{flag}: switches take no value; write, for example, --no-humanline")
 
 
 # Flags that --resume must not change: the rows of a step, or the groups that wait in the pool, depend on
@@ -247,6 +259,8 @@ def check_flags(args, batch_size: int, score=None):
             valid = valid and math.isfinite(value)
         if not valid:  # also if it is nan
             raise InputError(f"--{name.replace('_', '-')} {value} is out of range")
+    check_folder("--model", args.model)
+    check_folder("--reward-model", getattr(args, "reward_model", ""))
     if args.engine == "vllm" and not find_spec("vllm"):
         raise InputError("--engine vllm needs vllm, which is not installed")
     if not args.dataset:
@@ -279,6 +293,8 @@ def save_args(args, folder: Path, file: str):
 
 def load_args(Args, folder: Path, file: str):
     """Reads the settings that `save_args` wrote."""
+    if not (folder / "args.json").exists():  # for example --resume runs, or --resume runs/NAME/final
+        raise InputError(f"--resume {folder}: no args.json; pass the folder of one run, as in runs/NAME")
     with library_errors(f"--resume {folder}"):
         saved = json.loads((folder / "args.json").read_text())
         if saved.pop("script") != Path(file).stem:
@@ -374,8 +390,12 @@ class Signals:
 
 def exit_after_signal(signal_number: int, folder: Path, step: int):
     """Ends the process after a signal, with the exit status that a shell expects."""
-    print_main(f"\nstopped after {step} steps; to resume: --resume {folder}")
-    print_main("(ignore torchrun's traceback)")
+    by_torchrun = dist.is_torchelastic_launched()
+    launcher = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}" if by_torchrun else "python"
+    command = f"{launcher} {sys.argv[0]} --resume {shlex.quote(str(folder))}"
+    print_main(f"\nstopped after {step} steps; to resume: {command}")
+    if by_torchrun:
+        print_main("(ignore torchrun's traceback)")
     # Not sys.exit, which would wait for the threads of grpo_math's grader.
     os._exit(128 + signal_number)
 
@@ -422,6 +442,16 @@ def load_pretrained(auto_class, name: str, dtype, trust_remote_code: bool, flag:
     missing = parameters & info["missing_keys"]  # missing buffers are computed
     if missing:
         raise InputError(f"{flag} {name}: its files have no {min(missing)}")
+    # Surplus weights within the decoder's layers show that config.json describes another model. Others are
+    # allowed, for example a prediction head, which may be a further layer. So are the masks in old files,
+    # which models keep as buffers or no longer have (GPT-Neo's "bias" and "masked_bias").
+    modules = [*model.named_modules(), *model.base_model.named_modules()]  # some files have no "model."
+    lists = {path for path, module in modules if isinstance(module, torch.nn.ModuleList)}
+    has_prediction_head = getattr(config, "num_nextn_predict_layers", 0)
+    for weight in sorted(info["unexpected_keys"] - dict(model.named_buffers()).keys()):
+        in_a_layer = re.split(r"\.\d+\.", weight)[0] in lists
+        if in_a_layer and weight.endswith((".weight", ".bias")) and not has_prediction_head:
+            raise InputError(f"{flag} {name}: its files have {weight}, for which config.json has no place")
     for weight, shape, expected in info["mismatched_keys"]:
         raise InputError(f"{flag} {name}: its files have {weight} as {[*shape]} instead of {[*expected]}")
     # Machines may hold different files under the same path.
@@ -432,6 +462,20 @@ def load_pretrained(auto_class, name: str, dtype, trust_remote_code: bool, flag:
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # sdpa does not support the softcap (Gemma 2)
     return model
+
+
+def check_folder(flag: str, name: str):
+    """Raises InputError if a model is a misspelt path, or the folder of an adapter.
+
+    Without this check, transformers would look for "runs/misspelt" on the Hub, which takes a minute if there
+    is no connection. A name of the Hub, such as "openai/gpt-oss", is no path unless a folder "openai" exists.
+    """
+    folder = Path(name)
+    is_path = name.count("/") > 1 or ("/" in name and folder.parent.exists())
+    if is_path and not folder.exists():
+        raise InputError(f"{flag} {name}: there is no such folder")
+    if name and (folder / "adapter_config.json").exists():
+        raise InputError(f"{flag} {name} is an adapter: merge it into its model (docs/elsewhere.md)")
 
 
 def checksum(model) -> int:
@@ -452,8 +496,8 @@ def check_positions(config, longest: int):
     positions = getattr(text_config, "max_position_embeddings", None) or math.inf
     rope = getattr(text_config, "rope_parameters", None) or {}
     # {"rope_type": ...}, or one such dict for each type of layer: {"full_attention": {...}, ...}
-    for entry in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
-        if entry.get("rope_type") in ("dynamic", "longrope"):
+    for entry in (rope, *rope.values()):
+        if isinstance(entry, dict) and entry.get("rope_type") in ("dynamic", "longrope"):
             positions = min(positions, entry.get("original_max_position_embeddings") or positions)
     if longest > positions:
         raise InputError(
@@ -538,8 +582,10 @@ def save_checkpoint(args, folder: Path, policy, reference, optimizer, progress: 
     # checkpoint.
     unfinished = checkpoint.with_name("unfinished")
     state = training_state(policy, reference, optimizer)
-    with library_errors(f"{checkpoint} could not be written"):
-        dcp.save(state, checkpoint_id=unfinished)
+    free = shutil.disk_usage(folder).free  # where a disk is full, the library's own message does not say so
+    with library_errors(f"{checkpoint} could not be written ({free / 1e6:,.0f} MB were free)"):
+        with checkpoint_errors():
+            dcp.save(state, checkpoint_id=unfinished)
         if is_main():
             (unfinished / "progress.json").write_text(json.dumps(vars(progress)))
             shutil.rmtree(checkpoint, ignore_errors=True)  # a damaged checkpoint of this step
@@ -586,11 +632,14 @@ def load_checkpoint(folder: Path, policy, reference, optimizer, data_hash: str) 
             progress = restore(checkpoint, policy, reference, optimizer)
         except InputError:
             raise
-        except (Exception, dcp.CheckpointException) as error:  # reading a damaged file can raise anything
-            print_main(f"skipped {checkpoint} (damaged: {failure(error)!r:.200})")
+        except Exception as error:  # reading a damaged file can raise anything
+            print_main(f"skipped {checkpoint} (damaged: {error!r:.200})")
             continue
         if progress.data_hash != data_hash:
-            raise InputError("--resume: --dataset or its tokens have changed since the checkpoint")
+            raise InputError(
+                "--resume: --dataset, its tokens or the fields of utils.Example "
+                "have changed since the checkpoint"
+            )
         print_main(f"{progress.step} steps are done: resumes from {checkpoint}")
         return progress
     # An earlier process has trained here, and its checkpoints are damaged or missing. A run that ended before
@@ -615,7 +664,8 @@ def restore(checkpoint: Path, policy, reference, optimizer) -> Progress:
     if shapes != {name: entry.size for name, entry in saved.items() if name.startswith("policy.")}:
         raise InputError("--resume: the checkpoint's weights are not those of --model")
     param_groups = state["optimizer"].pop("param_groups")  # AdamW's settings are those of the flags
-    dcp.load(state, checkpoint_id=checkpoint, planner=planner)  # fills the weights in place
+    with checkpoint_errors():
+        dcp.load(state, checkpoint_id=checkpoint, planner=planner)  # fills the weights in place
     state["optimizer"]["param_groups"] = param_groups
     dcp_state.set_optimizer_state_dict(policy, optimizer, state["optimizer"])
     return progress
@@ -680,11 +730,16 @@ def perf_metrics(started: float, tokens: int) -> dict[str, float]:
 def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple], groups_per_step: int):
     """Prints what a run will do, and the first prompt as the policy reads it."""
     parameters = sum(parameter.numel() for parameter in policy.parameters())
-    # bytes per parameter: policy and two Adam moments in fp32 (12), reference in bf16 (2) or fp32 (4)
-    checkpoint_bytes = parameters * (14 if args.dtype == "bfloat16" else 16)
-    print_main(f"model: {args.model}, {parameters:,} parameters, {args.dtype}")
-    print_main(f"training: {args.num_steps} steps of {groups_per_step} groups; {len(groups):,} rows")
-    print_main(f"files: {folder}; a checkpoint has {checkpoint_bytes / 1e6:,.0f} MB")
+    print_main(f"model: {args.model}, {parameters:,} parameters, {args.dtype}; files: {folder}")
+    humanline = "off"
+    if args.humanline:
+        humanline = f"k {args.k}, log-ratios clipped to [{args.log_epsilon_P}, {args.log_epsilon_R}]"
+    print_main(f"humanline: {humanline}")
+    epochs = args.num_steps * groups_per_step / len(groups)
+    # Online, further prompts take the place of those whose samples make no group.
+    at_least = "at least " if getattr(args, "online", False) else ""
+    rows = f"{len(groups):,} rows, {at_least}{epochs:.1f} epochs"
+    print_main(f"training: {args.num_steps} steps of {groups_per_step} rows; {rows}")
     first = groups[0][0]
     for name, ids in (("prompt", first.prompt_ids), ("completion", first.completion_ids)):
         if ids:
@@ -697,39 +752,44 @@ class Log:
     def __init__(self, args, folder: Path, start: int, before):
         """start: the number of completed steps. Lines of later steps, which are repeated, are removed.
 
-        before: the evaluation before training, which TensorBoard shows at step 0.
+        before: the evaluation before training, with which later evaluations are compared.
         """
         self.folder = folder
-        self.num_steps = args.num_steps
-        if not is_main():
-            return
-        self.bar = tqdm(total=args.num_steps, initial=start, disable=hide_bar())
+        self.num_steps = max(args.num_steps, start)  # a finished run may be resumed with fewer
+        self.before = before
         self.path = folder / "metrics.jsonl"  # created by the first step; one line for each step
         self.samples_path = folder / "samples.jsonl"
-        self.writer = SummaryWriter(folder, purge_step=start)
-        if start:
-            for path in (self.path, self.samples_path):
-                path.touch()  # it may have been removed
-                kept = []
-                for line in path.read_text(encoding="utf-8").splitlines():
-                    with suppress(ValueError):  # a full disk may have left a part of the last line
-                        if json.loads(line)["step"] < start:
-                            kept.append(f"{line}\n")
-                write_file(path, "".join(kept))
-        else:
-            self.samples_path.unlink(missing_ok=True)  # of a process that ended before its first step
+        self.bar = tqdm(total=args.num_steps, initial=start, disable=hide_bar())
+        if is_main():
+            self.writer = SummaryWriter(folder, purge_step=start)
+            keep_steps_before(start, self.path)
+            keep_steps_before(start, self.samples_path)
+        if start == 0:
             self.write_tensorboard(self.evaluation(0, before), 0)
 
     def evaluation(self, step: int, evaluation) -> dict[str, float]:
-        """Writes the samples of an evaluation after `step` updates. Returns its means, for metrics."""
-        means = {name: mean for name, (mean, _, _) in evaluation.statistics.items()}
-        if not is_main():
-            return means
-        with library_errors(f"{self.samples_path} could not be written"), self.samples_path.open("a") as file:
-            for sample in evaluation.samples:
-                line = {"step": step, "prompt": sample.question, "sample": sample.text}
-                line |= {"reward": sample.reward, "finished": sample.finished}
-                file.write(json.dumps(line | {"tokens": len(sample.completion_ids)}) + "\n")
+        """Prints an evaluation after `step` updates and writes its samples. Returns its means."""
+        before = self.before.values
+        # Both evaluations are of the same rows. The error of their mean change is usually smaller than the
+        # errors of both means, because the rows differ more than the change of each.
+        changes = {name: values - before[name] for name, values in evaluation.values.items()}
+        tables = {"before": before, "after": evaluation.values, "change": changes}
+        self.summary = {name: mean_and_error(values) for name, values in tables.items()}
+        means = {name: mean for name, (mean, _, _) in self.summary["after"].items()}
+        line = f"after {step} steps"
+        for name, (change, error, _) in self.summary["change"].items():
+            line += f", {name} {means[name]:.3f}"
+            if step:
+                line += f" ({change:+.3f} ± {error:.3f})"
+        if means:
+            print_main(line)
+        if is_main():
+            path = self.samples_path
+            with library_errors(f"{path} could not be written"), path.open("a") as file:
+                for sample in evaluation.samples:
+                    entry = {"step": step, "prompt": sample.question, "sample": sample.text}
+                    entry |= {"reward": sample.reward, "finished": sample.finished}
+                    file.write(json.dumps(entry | {"tokens": len(sample.completion_ids)}) + "\n")
         return means
 
     def write(self, metrics):
@@ -739,43 +799,53 @@ class Log:
         with library_errors(f"{self.path} could not be written"), self.path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
         self.write_tensorboard(metrics, metrics["step"])
-        done = metrics["step"] + 1
-        self.bar.set_postfix(loss=metrics["loss"], grad_norm=metrics["grad_norm"], refresh=False)
+        names = ("loss", "grad_norm", "rewards/accuracy")  # mathematics alone has the last one
+        self.bar.set_postfix({name: metrics[name] for name in names if name in metrics}, refresh=False)
         self.bar.update()
+        done = metrics["step"] + 1
         is_due = done == 1 or done % math.ceil(self.num_steps / 10) == 0
         if self.bar.disable and is_due:  # in a log file
-            numbers = f"loss {metrics['loss']:.4g}, gradient norm {metrics['grad_norm']:.4g}"
-            print(
-                f"step {done} of {self.num_steps}: {numbers}, {metrics['perf/step_time']:.2f} s", flush=True
-            )
+            seconds = metrics["perf/step_time"]
+            print_main(f"step {done} of {self.num_steps}: {self.bar.postfix}, {seconds:.2f} s")
 
     def write_tensorboard(self, metrics, step: int):
+        if not is_main():
+            return
         with library_errors(f"{self.folder} could not be written"):
             for name, number in metrics.items():
                 self.writer.add_scalar(name, number, step)
             self.writer.flush()  # so that a killed run loses no step
 
-    def report(self, before, after):
-        """Prints what training has changed, and writes summary.json.
-
-        before, after: the evaluations before and after training.
-        """
-        if not is_main():
-            return
+    def report(self, after):
+        """Prints what training has changed, and writes summary.json. after: the evaluation after training."""
         self.bar.close()
         self.write_tensorboard(self.evaluation(self.num_steps, after), self.num_steps)
-        summary = {"before": before.statistics, "after": after.statistics}
-        write_file(self.folder / "summary.json", json.dumps(summary, indent=2))
-        if after.statistics:
-            print(f"\n{'mean ± standard error':24}{'before':>20}{'after':>20}")
-        for name, (mean, error, count) in after.statistics.items():
-            first_mean, first_error, _ = before.statistics[name]
-            columns = f"{first_mean:10.3f} ± {first_error:7.3f}{mean:10.3f} ± {error:7.3f}"
-            print(f"{name:24}{columns}   n = {count}")
-        for first, last in zip(before.samples[:4], after.samples):
+        if not is_main():
+            return
+        write_file(self.folder / "summary.json", json.dumps(self.summary, indent=2))
+        if after.values:
+            print(f"\n{'mean ± standard error':24}{'before':>20}{'after':>20}{'change':>20}")
+        tables = self.summary.values()
+        for name, (_, _, count) in self.summary["after"].items():
+            columns = [f"{table[name][0]:10.3f} ± {table[name][1]:7.3f}" for table in tables]
+            print(f"{name:24}{''.join(columns)}   n = {count}")
+        for first, last in zip(self.before.samples[:4], after.samples):
             print(f"\nprompt: {last.question}")
             for name, sample in (("before", first), ("after", last)):
                 reward = "" if sample.reward is None else f"  [reward {sample.reward:.2f}]"
                 unfinished = "" if sample.finished else "  [unfinished]"
                 print(f"{name}: {sample.text}{reward}{unfinished}")
         print(f"\nwrote {self.folder}")
+
+
+def keep_steps_before(start: int, path: Path):
+    """Removes all lines from a .jsonl file but those of earlier steps."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        # A full disk may have left a part of a line.
+        with suppress(ValueError, KeyError, TypeError):
+            if json.loads(line)["step"] < start:
+                kept.append(f"{line}\n")
+    write_file(path, "".join(kept))

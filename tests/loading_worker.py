@@ -18,7 +18,7 @@ from support import run
 
 def load(folder: str, dtype: str):
     """Policy and reference; the reference has the dtype in which both compute. Attention is theirs."""
-    utils.choose_attention = lambda *args: None
+    utils.choose_attention = lambda *args: ""
     args = parse_args(script, ["--model", folder, "--dataset", "none.jsonl", "--dtype", dtype])
     args.max_length = args.max_prompt_length = args.max_new_tokens = 16
     return script.load_models(args, torch.device("cpu"), 100)

@@ -148,7 +148,7 @@ def test_a_malformed_row_names_file_and_line(refused, tmp_path, row, said):
     assert told.startswith(f"{path}, line 5: ") and said in told
 
 
-@pytest.mark.parametrize("value", [None, (1, -2), ["a"]], ids=repr)
+@pytest.mark.parametrize("value", [None, (1, -2), ["a"], [], {}, 3, 0.5, True], ids=repr)
 def test_a_flag_of_ones_own_may_have_any_type(script, value):
     """A range was expected of all flags but texts."""
     args = script.Args(model="m", dataset="d")

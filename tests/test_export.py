@@ -52,13 +52,14 @@ def test_every_documented_metric_and_both_evaluations_are_in_tensorboard(tmp_pat
     for key in METRICS:
         values = [event.value for event in events.Scalars(key)]
         assert values == pytest.approx([step[key] for step in steps], rel=1e-5)
-    before, after = json.loads((tmp_path / "summary.json").read_text()).values()
+    before, after, change = json.loads((tmp_path / "summary.json").read_text()).values()
     assert {"eval/loss", "eval/accuracy", "eval/margin", "eval/reward", "eval/win_rate"} <= set(after)
     for key, (mean, error, count) in after.items():
         values = {event.step: event.value for event in events.Scalars(key)}
         assert values == pytest.approx({0: before[key][0], 3: mean}, rel=1e-5)
         row = next(line for line in output.splitlines() if line.startswith(f"{key} "))
-        assert row.endswith(f"{mean:10.3f} ± {error:7.3f}   n = {count}")
+        columns = f"{mean:10.3f} ± {error:7.3f}{change[key][0]:10.3f} ± {change[key][1]:7.3f}"
+        assert row.endswith(f"{columns}   n = {count}")
         assert count == (8 if key in SAMPLED else 128)
 
 
@@ -86,7 +87,11 @@ def test_recomputed_activations_and_other_dtypes_train_the_same_curve(tmp_path):
     }
     run = [*RUN, "--eval-dataset", ""]
     run_ranks(1, [[*run, *flags, "--output-dir", str(tmp_path / name)] for name, (flags, _) in kinds.items()])
-    assert json.loads((tmp_path / "exact" / "summary.json").read_text()) == {"before": {}, "after": {}}
+    assert json.loads((tmp_path / "exact" / "summary.json").read_text()) == {
+        "before": {},
+        "after": {},
+        "change": {},
+    }
     for name, (_, tolerance) in kinds.items():
         for exact, step in zip(metrics(tmp_path / "exact"), metrics(tmp_path / name), strict=True):
             assert step["loss"] == pytest.approx(exact["loss"], abs=tolerance)

@@ -92,12 +92,12 @@ def refused(capsys):
 
 def check_report(printed: str, folder):
     """Asserts that the report has the mean and the error of every metric of summary.json."""
-    before, after = json.loads((folder / "summary.json").read_text()).values()
+    before, after, change = json.loads((folder / "summary.json").read_text()).values()
     assert len(after) > 4
     for name, (mean, error, count) in after.items():
         (row,) = re.findall(rf"^{name} .*$", printed, re.M)
         numbers = [float(number) for number in re.findall(r"-?\d+\.\d+", row)]
-        assert numbers == pytest.approx([*before[name][:2], mean, error], abs=6e-4)
+        assert numbers == pytest.approx([*before[name][:2], mean, error, *change[name][:2]], abs=6e-4)
         assert row.endswith(f"n = {count}")
 
 

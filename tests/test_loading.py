@@ -18,6 +18,7 @@ MODELS = {
     "gemma2": {},  # tied, with softcaps and a scaled embedding
     "gpt2": dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),  # tied, absolute positions
     "mixtral": {"num_local_experts": 4},
+    "mamba": {"state_size": 8},  # its blocks contain further units
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
 

@@ -179,7 +179,7 @@ def test_a_disk_that_is_full_ends_all_ranks_and_the_last_checkpoint_resumes(tmp_
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (200_000, 200_000))
     output, other = finish(processes)
     assert [process.exitcode for process in processes] == [1, 1]
-    assert "could not be written: " in output + other and "Traceback" not in output + other
+    assert "could not be written" in output + other and "Traceback" not in output + other
     run_ranks(1, [["--resume", str(folder), "--num-steps", "12"]])
     assert lines(folder) == 12
 

@@ -1,5 +1,6 @@
 """What a run prints and keeps, so that a user knows what it does and whether it went well."""
 
+import importlib
 import os
 import re
 import signal
@@ -34,10 +35,10 @@ def finished(tmp_path_factory):
 
 def test_a_run_begins_with_what_it_will_do(finished):
     folder, done = finished
-    assert f"model: {TOY / 'policy'}, 112,320 parameters, float64" in done.stdout
-    assert "training: 4 steps of 8 groups; 128 rows\n" in done.stdout
-    # 16 bytes of each parameter: policy, two moments, reference
-    assert f"files: {folder}; a checkpoint has 2 MB\n" in done.stdout
+    assert f"model: {TOY / 'policy'}, 112,320 parameters, float64; files: {folder}\n" in done.stdout
+    assert "\nhumanline: k 16, log-ratios clipped to [-1.5, 1.5]\n" in done.stdout
+    assert "\ntraining: 4 steps of 8 rows; 128 rows, 0.2 epochs\n" in done.stdout
+    assert done.stdout.count("\nattention: ") == 1  # both models have the same one
     assert "the first prompt (5 tokens):\n<|user|> for " in done.stdout
     assert re.search(r"the first completion \(\d+ tokens\):\n.* <\|end\|>\n", done.stdout)
 
@@ -109,7 +110,8 @@ def test_ctrl_c_is_answered_at_once_and_ends_the_run_after_the_step(tmp_path):
     said, errors = process.communicate(timeout=120)
     assert "\nstopping after this step, with a checkpoint\n" in errors and process.returncode == 130
     done = len(metrics(tmp_path / "run"))
-    assert f"stopped after {done} steps; to resume: --resume {tmp_path / 'run'}" in said
+    command = f"python {ROOT / 'dpo_humanline.py'} --resume {tmp_path / 'run'}"
+    assert f"stopped after {done} steps; to resume: {command}\n" in said and "torchrun" not in said
 
 
 def test_after_the_last_step_a_signal_ends_the_process():
@@ -136,9 +138,29 @@ def test_a_file_of_another_kind_is_named_with_what_to_do(tmp_path):
 
 
 def test_the_flags_of_other_trainers_are_answered_with_ours(capsys):
-    for flag, ours in (("--learning-rate", "--lr"), ("--max_steps=3", "--num-steps")):
-        with pytest.raises(utils.InputError, match=f"this flag is {ours} here"):
-            run.parse_args(dpo_humanline.Args, "", "", {}, {}, {}, [flag])
+    names = {"--learning-rate": "--lr", "--max_steps=3": "--num-steps", "--bf16": "--dtype bfloat16"}
+    names |= {"--num_generations": "--samples-per-prompt", "--max-completion-length": "--max-new-tokens"}
+    names |= {"--reward-funcs": "--reward-model", "--report-to": "not needed"}
+    names |= {"--sync-ref-model": "--k", "--loss_type=ipo": "replaced by an edit"}
+    names |= {"--use-peft": "not supported"}
+    for flag, ours in names.items():
+        with pytest.raises(utils.InputError, match=f"^{flag}: this flag is {ours}.* here$"):
+            run.parse_args(dpo_humanline.Args, "", "", {}, {}, {}, ["--k", "1", flag, "3"])
+
+
+@pytest.mark.parametrize("flags", [["--humanline", "False"], ["--humanline=False"], ["--online", "true"]])
+def test_a_switch_with_a_value_is_answered_with_its_other_form(flags):
+    with pytest.raises(utils.InputError, match="switches take no value; .* --no-humanline$"):
+        run.parse_args(dpo_humanline.Args, "", "", {}, {}, {}, flags)
+
+
+def test_a_hint_hides_no_flag_and_names_flags_that_exist():
+    scripts = [importlib.import_module(f"{name}_humanline") for name in ("dpo", "kto", "grpo", "grpo_math")]
+    fields = {name for script in scripts for name in script.Args.__dataclass_fields__}
+    assert not {f"--{name}".replace("_", "-") for name in fields} & run.OTHER_NAMES.keys()
+    for ours in run.OTHER_NAMES.values():
+        for flag in re.findall(r"--([\w-]+)", ours):
+            assert flag.replace("-", "_") in fields
 
 
 def test_memory_is_that_of_one_gpu_by_default():
