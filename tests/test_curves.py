@@ -73,6 +73,7 @@ def test_a_learning_rate_that_is_too_large_shows_in_the_log_ratios():
     says("learning rate ten times too large", *texts)
 
 
+@pytest.mark.slow
 def test_the_pictures_are_drawn_from_the_logs(tmp_path, monkeypatch):
     drawn = {}
     draw_row = curves.draw_row
