@@ -103,7 +103,7 @@ class Humanline:
         super().__init__(model, *rest, **kwargs)
         self.k, self.bounds = k, (log_epsilon_P, log_epsilon_R)
         self.check_settings()
-        if kwargs.get("ref_model", rest[0] if rest else None) is None:
+        if kwargs.get("ref_model", *rest[:1]) is None:
             # TRL reads a whole reference from disk, which lacks what was changed in memory. Its copy of an
             # adapter lacks embeddings, and has another dtype with QLoRA.
             for reference, policy in self.weight_pairs():
