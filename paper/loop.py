@@ -1,15 +1,20 @@
-"""Writes docs/loop.svg: one training step of humanline as a picture.
+"""Draws docs/loop.png: one training step of humanline as a picture.
 
+pip install -r paper/requirements.txt
 python paper/loop.py    # the README and docs/humanline.md show it
 """
 
 from pathlib import Path
-from xml.sax.saxutils import escape
 
-OUT = Path(__file__).resolve().parents[1] / "docs" / "loop.svg"
-WIDTH, HEIGHT = 1000, 330
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.patches import FancyBboxPatch  # noqa: E402
+
+OUT = Path(__file__).resolve().parents[1] / "docs" / "loop.png"
 PLAIN, LINE, MODEL = "#f4f4f4", "#fbd9c5", "#d5e8f5"  # grey, the two lines of humanline in orange, blue
-BOXES = {  # {name: (x, y, width, height, colour, lines of text)}
+BOXES = {  # {name: (x, y, width, height, colour, lines of text)}, in hundredths of an inch
     "batch": (20, 120, 130, 84, PLAIN, ("batch", "data set, or", "samples of", "the policy")),
     "policy": (190, 50, 180, 56, MODEL, ("policy", "log-probs")),
     "reference": (190, 218, 180, 56, MODEL, ("reference", "log-probs, no gradient")),
@@ -27,6 +32,7 @@ BOXES = {  # {name: (x, y, width, height, colour, lines of text)}
         ("update", "optimizer.step(): the policy moves, the reference stays"),
     ),
 }
+HEAD = {"arrowstyle": "-|>", "color": "#333", "shrinkA": 0, "shrinkB": 0}
 ARROWS = [  # points of each arrow
     [(150, 150), (170, 150), (170, 78), (190, 78)],
     [(150, 174), (170, 174), (170, 246), (190, 246)],
@@ -42,43 +48,31 @@ ARROWS = [  # points of each arrow
 ]
 
 
-def box(x: int, y: int, width: int, height: int, colour: str, texts: tuple) -> str:
-    """Returns a box with centred lines of text, the first one bold."""
-    parts = [
-        f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="8" fill="{colour}" stroke="#333"/>'
-    ]
-    first = y + height / 2 - 9 * (len(texts) - 1) + 5
+def draw_box(ax, x: int, y: int, width: int, height: int, colour: str, texts: tuple):
+    """Draws a box with centred lines of text, the first one bold."""
+    ax.add_patch(FancyBboxPatch((x, y), width, height, "round,pad=0,rounding_size=8", fc=colour, ec="#333"))
+    first = y + height / 2 - 9 * (len(texts) - 1)
     for number, text in enumerate(texts):
-        weight = ' font-weight="bold"' if number == 0 else ""
-        place = f'x="{x + width / 2}" y="{first + 18 * number}"'
-        parts.append(f'<text {place} text-anchor="middle"{weight}>{escape(text)}</text>')
-    return "\n".join(parts)
-
-
-def arrow(points: list[tuple]) -> str:
-    """Returns a line with an arrowhead at its end."""
-    path = " ".join(f"{x},{y}" for x, y in points)
-    return f'<polyline points="{path}" fill="none" stroke="#333" stroke-width="1.5" marker-end="url(#head)"/>'
+        weight = "bold" if number == 0 else "normal"
+        ax.text(x + width / 2, first + 18 * number, text, ha="center", va="center", weight=weight)
 
 
 def main():
-    """Writes the picture."""
-    marker = '<marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
-    marker += 'orient="auto"><path d="M0 0 L10 5 L0 10 z" fill="#333"/></marker>'
-    title = "One step. Its order matters: a sync after the update would make both models equal."
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-size="14" '
-        'font-family="Helvetica, Arial, sans-serif" fill="#111">',
-        f"<defs>{marker}</defs>",
-        f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="white"/>',  # for pages with a dark background
-        f'<text x="20" y="28" font-size="15">{title}</text>',
-        *(arrow(points) for points in ARROWS),
-        *(box(*values) for values in BOXES.values()),
-        '<text x="457" y="57" text-anchor="middle" font-size="12">next step</text>',
-        '<text x="537" y="278" text-anchor="middle" font-size="12">copies all weights</text>',
-        "</svg>",
-    ]
-    OUT.write_text("\n".join(parts) + "\n", encoding="utf-8")
+    """Draws the picture."""
+    plt.rcParams["font.size"] = 9
+    figure = plt.figure(figsize=(10, 3))
+    ax = figure.add_axes((0, 0, 1, 1), xlim=(0, 1000), ylim=(300, 0))
+    ax.axis("off")
+    title = "One step. With k = 1, a sync after the update would make both models equal in every step."
+    ax.text(20, 24, title, fontsize=10)
+    for *line, start, end in ARROWS:
+        ax.plot(*zip(*line, start), color="#333", lw=1.1)
+        ax.annotate("", end, start, arrowprops=HEAD)
+    for values in BOXES.values():
+        draw_box(ax, *values)
+    ax.text(457, 57, "next step", ha="center", fontsize=8)
+    ax.text(537, 278, "copies all weights", ha="center", fontsize=8)
+    figure.savefig(OUT, dpi=130)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from matplotlib import pyplot as plt
 from test_study import reported
 
 from paper import loop, pictures
@@ -127,8 +128,9 @@ def test_the_curves_of_sums_are_the_means_of_kinds_from_the_untrained_model_on(a
         np.testing.assert_allclose(line.get_data(), ([0, 16, 32], means))
 
 
-def test_the_picture_of_the_loop_is_what_its_script_writes(tmp_path, monkeypatch):
-    committed = loop.OUT.read_bytes()
-    monkeypatch.setattr(loop, "OUT", tmp_path / "loop.svg")
+def test_the_picture_of_the_loop_is_what_its_script_draws(tmp_path, monkeypatch):
+    """Another version of matplotlib may place letters a pixel further."""
+    committed = plt.imread(loop.OUT)
+    monkeypatch.setattr(loop, "OUT", tmp_path / "loop.png")
     loop.main()
-    assert (tmp_path / "loop.svg").read_bytes() == committed
+    assert abs(plt.imread(loop.OUT) - committed).mean() < 0.01
