@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import resource
 import shlex
 import shutil
@@ -147,8 +146,6 @@ def parse_args(
     """
     if flags is None:
         flags = sys.argv[1:]
-    # Shells do not expand "--output-dir=~/runs", and a folder named "~" would be made.
-    flags = [flag.replace("=~/", f"={Path.home()}/") for flag in flags]
     refuse_other_names(flags)
     # The first pass only looks for the flags that choose the defaults of the second.
     given, _ = tyro.cli(Args, args=flags, add_help=False, return_unknown_args=True)
@@ -442,16 +439,11 @@ def load_pretrained(auto_class, name: str, dtype, trust_remote_code: bool, flag:
     missing = parameters & info["missing_keys"]  # missing buffers are computed
     if missing:
         raise InputError(f"{flag} {name}: its files have no {min(missing)}")
-    # Surplus weights within the decoder's layers show that config.json describes another model. Others are
-    # allowed, for example a prediction head, which may be a further layer. So are the masks in old files,
-    # which models keep as buffers or no longer have (GPT-Neo's "bias" and "masked_bias").
-    modules = [*model.named_modules(), *model.base_model.named_modules()]  # some files have no "model."
-    lists = {path for path, module in modules if isinstance(module, torch.nn.ModuleList)}
-    has_prediction_head = getattr(config, "num_nextn_predict_layers", 0)
-    for weight in sorted(info["unexpected_keys"] - dict(model.named_buffers()).keys()):
-        in_a_layer = re.split(r"\.\d+\.", weight)[0] in lists
-        if in_a_layer and weight.endswith((".weight", ".bias")) and not has_prediction_head:
-            raise InputError(f"{flag} {name}: its files have {weight}, for which config.json has no place")
+    # They may be layers that config.json does not count, or a part that is not trained, such as the
+    # prediction head of DeepSeek-V3.
+    surplus = sorted(info["unexpected_keys"])
+    if surplus:
+        print_main(f"{flag} {name}: {len(surplus)} weights of its files are not used: {surplus[0]} ...")
     for weight, shape, expected in info["mismatched_keys"]:
         raise InputError(f"{flag} {name}: its files have {weight} as {[*shape]} instead of {[*expected]}")
     # Machines may hold different files under the same path.
@@ -731,14 +723,10 @@ def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple], group
     """Prints what a run will do, and the first prompt as the policy reads it."""
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     print_main(f"model: {args.model}, {parameters:,} parameters, {args.dtype}; files: {folder}")
-    humanline = "off"
-    if args.humanline:
-        humanline = f"k {args.k}, log-ratios clipped to [{args.log_epsilon_P}, {args.log_epsilon_R}]"
-    print_main(f"humanline: {humanline}")
+    bounds = f"log-ratios clipped to [{args.log_epsilon_P}, {args.log_epsilon_R}]"
+    print_main(f"humanline: k {args.k}, {bounds}" if args.humanline else "humanline: off")
     epochs = args.num_steps * groups_per_step / len(groups)
-    # Online, further prompts take the place of those whose samples make no group.
-    at_least = "at least " if getattr(args, "online", False) else ""
-    rows = f"{len(groups):,} rows, {at_least}{epochs:.1f} epochs"
+    rows = f"{len(groups):,} rows, {epochs:.1f} epochs"
     print_main(f"training: {args.num_steps} steps of {groups_per_step} rows; {rows}")
     first = groups[0][0]
     for name, ids in (("prompt", first.prompt_ids), ("completion", first.completion_ids)):
@@ -776,28 +764,21 @@ class Log:
         tables = {"before": before, "after": evaluation.values, "change": changes}
         self.summary = {name: mean_and_error(values) for name, values in tables.items()}
         means = {name: mean for name, (mean, _, _) in self.summary["after"].items()}
-        line = f"after {step} steps"
+        parts = [f"after {step} steps"]
         for name, (change, error, _) in self.summary["change"].items():
-            line += f", {name} {means[name]:.3f}"
-            if step:
-                line += f" ({change:+.3f} ± {error:.3f})"
-        if means:
-            print_main(line)
-        if is_main():
-            path = self.samples_path
-            with library_errors(f"{path} could not be written"), path.open("a") as file:
-                for sample in evaluation.samples:
-                    entry = {"step": step, "prompt": sample.question, "sample": sample.text}
-                    entry |= {"reward": sample.reward, "finished": sample.finished}
-                    file.write(json.dumps(entry | {"tokens": len(sample.completion_ids)}) + "\n")
+            parts.append(f"{name} {means[name]:.3f} ({change:+.3f} ± {error:.3f})")
+        print_main(", ".join(parts))
+        lines = []
+        for sample in evaluation.samples:
+            line = {"step": step, "prompt": sample.question, "sample": sample.text}
+            line |= {"reward": sample.reward, "finished": sample.finished}
+            lines.append(line | {"tokens": len(sample.completion_ids)})
+        append_lines(self.samples_path, lines)
         return means
 
     def write(self, metrics):
         """Writes the metrics of a step."""
-        if not is_main():
-            return
-        with library_errors(f"{self.path} could not be written"), self.path.open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
+        append_lines(self.path, [metrics])
         self.write_tensorboard(metrics, metrics["step"])
         names = ("loss", "grad_norm", "rewards/accuracy")  # mathematics alone has the last one
         self.bar.set_postfix({name: metrics[name] for name in names if name in metrics}, refresh=False)
@@ -838,14 +819,20 @@ class Log:
         print(f"\nwrote {self.folder}")
 
 
+def append_lines(path: Path, lines: list[dict]):
+    """Appends lines to a .jsonl file, on rank 0."""
+    if is_main():
+        with library_errors(f"{path} could not be written"), path.open("a") as file:
+            file.writelines(f"{json.dumps(line)}\n" for line in lines)
+
+
 def keep_steps_before(start: int, path: Path):
     """Removes all lines from a .jsonl file but those of earlier steps."""
     if not path.is_file():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        # A full disk may have left a part of a line.
-        with suppress(ValueError, KeyError, TypeError):
+    for line in path.read_text().splitlines():
+        with suppress(ValueError):  # a full disk may have left a part of the last line
             if json.loads(line)["step"] < start:
                 kept.append(f"{line}\n")
     write_file(path, "".join(kept))

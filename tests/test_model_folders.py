@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import PAIRS, TOY, metrics, refused, run_ranks
+from conftest import PAIRS, TOY, metrics, run_ranks
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -36,45 +36,20 @@ def last_layer() -> tuple[dict, int]:
     return {name.replace(".0.", f".{number}."): weight.clone() for name, weight in layer.items()}, number
 
 
-@pytest.mark.parametrize("kind", ["a further layer", "files of the base model", "no layers", "a bias"])
-def test_weights_for_which_the_config_has_no_place_are_refused(tmp_path, last_layer, kind):
+def test_weights_that_the_model_does_not_use_are_named(tmp_path, last_layer, one_rank, capsys):
     """A shallower model, or one without its biases, was trained without a word."""
     layer, number = last_layer
-    surplus, config, first = layer, {}, f"{number}.input_layernorm.weight"
-    if kind == "no layers":
-        surplus, config, first = {}, {"num_hidden_layers": 0}, "0.input_layernorm.weight"
-    if kind == "files of the base model":
-        surplus = {name.removeprefix("model."): weight for name, weight in layer.items()}
-    if kind == "a bias":
-        first = "1.self_attn.q_proj.bias"
-        surplus = {f"model.layers.{first}": torch.ones(64)}
-    model = with_surplus(tmp_path / "model", surplus, **config)
-    said = refused([*RUN, "--model", model, "--output-dir", str(tmp_path / "run")])
-    assert said.startswith(f"error: --model {model}: its files have ")
-    assert said.endswith(f"layers.{first}, for which config.json has no place\n")
-    assert not (tmp_path / "run").exists()
-
-
-def test_masks_in_old_files_stay_allowed(tmp_path, one_rank):
-    """The Hub's GPT-Neo and GPT-2 have them in every layer."""
-    for kind, masks in (
-        ("gpt_neo", {"transformer.h.0.attn.attention.bias", "transformer.h.1.attn.attention.masked_bias"}),
-        ("gpt2", {"h.0.attn.bias", "transformer.h.1.attn.bias"}),
+    bias = {"model.layers.1.self_attn.q_proj.bias": torch.ones(64)}
+    for name, surplus, first in (
+        ("layer", layer, f"model.layers.{number}.input_layernorm.weight"),
+        ("bias", bias, "model.layers.1.self_attn.q_proj.bias"),
     ):
-        sizes = {
-            "vocab_size": 99,
-            "hidden_size": 32,
-            "num_layers": 2,
-            "num_heads": 4,
-            "intermediate_size": 64,
-        }
-        sizes["attention_types"] = [[["global", "local"], 1]]
-        sizes["n_layer"] = 2
-        config = AutoConfig.for_model(kind, **sizes)
-        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / kind)
-        path = tmp_path / kind / "model.safetensors"
-        save_file(load_file(path) | {mask: torch.ones(1) for mask in masks}, path, {"format": "pt"})
-        run.load_pretrained(AutoModelForCausalLM, str(tmp_path / kind), "auto", False)
+        model = with_surplus(tmp_path / name, surplus)
+        run.load_pretrained(AutoModelForCausalLM, model, "auto", False)
+        said = f"--model {model}: {len(surplus)} weights of its files are not used: {first} ...\n"
+        assert said in capsys.readouterr().out
+    run.load_pretrained(AutoModelForCausalLM, str(TOY / "policy"), "auto", False)
+    assert "not used" not in capsys.readouterr().out
 
 
 def test_a_prediction_head_and_other_extras_stay_allowed(tmp_path, last_layer, one_rank):

@@ -10,10 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import PAIRS, ROOT, metrics, parse_args, read_rows, refused, run_ranks, start_ranks
+from conftest import PAIRS, ROOT, metrics, read_rows, refused, run_ranks, start_ranks
 from conftest import finish as finish_ranks
 
-import dpo_humanline
 from support import run
 
 RUN = ["--num-steps", "2", "--batch-size", "8", "--eval-samples", "0", "--eval-dataset", ""]
@@ -107,11 +106,3 @@ def test_a_resume_with_fewer_steps_reports_the_steps_that_are_done(runs, tmp_pat
     output = run_ranks(1, [["--resume", str(folder), *flags]])
     assert "\nafter 2 steps, eval/loss " in output and "\nafter 1 steps" not in output
     assert {sample["step"] for sample in read_rows(folder / "samples.jsonl")} == {2}
-
-
-def test_the_home_of_a_path_behind_an_equals_sign_is_expanded(monkeypatch):
-    """The shell leaves it as it is, and a folder of the name ~ was made."""
-    monkeypatch.setenv("HOME", "/home/someone")
-    args = parse_args(dpo_humanline, ["--output-dir=~/runs/one", "--dataset=~/data.jsonl", "--eos-token=~"])
-    assert args.output_dir == "/home/someone/runs/one" and args.dataset == "/home/someone/data.jsonl"
-    assert args.eos_token == "~"
