@@ -34,6 +34,7 @@ class Example(NamedTuple):
     # of samples only
     text: str = ""  # the completion
     finished: bool = True  # whether the sample ended with an EOS token, before any truncation
+    row: dict | None = None  # the other columns of the row
     # of math problems only
     answer: str = ""  # the gold answer
     opening: str = ""  # what the template has written of the completion, for example "<think>\n"

@@ -585,13 +585,12 @@ def test_a_reward_model_whose_template_changes_an_unfinished_sample_still_scores
     model, tokenizer = sampling.load_reward_model(args)
     tokenizer.chat_template = "{% for m in messages %}{{ " + keeps + " + ' ' + '<|end|>' }}{% endfor %}"
     sample = Example("for king", [], text="rose </think> iris lily", finished=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "mostly_unknown", lambda *arguments: False)  # of upper case
-        assert sampling.reward_scores(model, tokenizer, torch.device("cpu"), "\n", [sample]).isfinite().all()
+    tokenizer.unk_token = None  # upper case is unknown
+    assert sampling.reward_scores(model, tokenizer, torch.device("cpu"), "\n", [sample]).isfinite().all()
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"), [({"n_positions": 4}, "4 positions"), ({"vocab_size": 8}, "8 rows")]
+    ("sizes", "said"), [({"n_positions": 4}, "4 positions"), ({"vocab_size": 8}, "index out of range")]
 )
 def test_a_sample_that_a_reward_model_cannot_read_is_told(one_rank, sizes, said):
     """It ended with an IndexError after the first round was sampled."""
