@@ -6,7 +6,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from conftest import PAIRS, finish, metrics, run_ranks, start_ranks
+from conftest import PAIRS, TOY, finish, metrics, run_ranks, start_ranks
 
 import grpo_math_humanline
 from support import grading, sampling
@@ -131,8 +131,19 @@ def test_a_verdict_that_is_not_finite_is_refused(one_rank, monkeypatch):
 
 # --- whole runs ---
 
-RUN = ["--online", "--reward-model", "", "--engine", "hf", "--dataset", PAIRS, "--eval-dataset", PAIRS]
-RUN += ["--eval-samples", "2", "--round-prompts", "8", "--batch-size", "8", "--num-steps", "3"]
+RUN = ["--online", "--model", str(TOY / "policy"), "--dataset", PAIRS, "--eval-dataset", PAIRS]
+RUN += [
+    "--engine",
+    "hf",
+    "--eval-samples",
+    "2",
+    "--round-prompts",
+    "8",
+    "--batch-size",
+    "8",
+    "--num-steps",
+    "3",
+]
 RUN += ["--max-new-tokens", "8", "--checkpoint-every", "0", "--k", "2"]
 
 
