@@ -188,7 +188,7 @@ def test_two_ranks_train_on_the_rewards_of_rank_0(score, tmp_path, name):
 def test_a_function_that_fails_once_costs_no_step(score, tmp_path, ranks):
     """The steps since the last checkpoint were lost. A resumed run is as if SCORE had not failed."""
     score("length")
-    flags = [*RUN, "--round-prompts", "4", "--batch-size", "4"]  # a round for each step
+    flags = [*RUN, "--round-prompts", "2", "--batch-size", "4"]  # a round for each step
     run_ranks(
         ranks, [[*flags, "--output-dir", str(tmp_path / "whole")]], "scoring_worker.py", "grpo_humanline"
     )
