@@ -541,7 +541,8 @@ def evaluate(args, policy, sampler, grader, held_out: list[tuple]) -> Evaluation
 
 
 # === Rewards ===
-# Rewards of samples. To add one, add it to `grade_samples`, and its weight to WEIGHTS.
+# Rewards of samples. To add one, add it to `grade_samples`, and its weight to WEIGHTS. Whoever gives them,
+# rewards are checked by `sampling.as_rewards`.
 
 WEIGHTS = {"accuracy": 8.0, "format": 1.0, "tag_count": 1.0}  # weights of the rewards (Table 2)
 # Grades an answer. To grade others, for example programs, replace it by the name of a function with the same
@@ -583,19 +584,22 @@ def grade_samples(grader, groups: list):
 
     Returns:
         The samples, each with its weighted sum of rewards and whether its answer is correct; the single
-        rewards, {name: (N,)}; and the number of samples whose grading reached a limit or crashed, which count
-        as wrong.
+        rewards, {name: (N,)}; and the number of samples that could not be graded, which count as wrong.
     """
     samples = [sample for group in groups for sample in group]
     jobs = [(sample.answer, sample.text, sample.question) for sample in samples]
     verdicts = grading.grade_all(grader, GRADE, jobs)
-    correct = [bool(verdict) for verdict in verdicts]
+    correct = [float(verdict or 0) for verdict in verdicts]
     rewards = {
         "accuracy": correct,
         "format": [format_reward(sample.opening + sample.text) for sample in samples],
         "tag_count": [tag_count_reward(sample.opening + sample.text) for sample in samples],
     }
-    rewards = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in rewards.items()}
+    rewards = run.gather(rewards)[0]  # rank 0's: a reward of your own may differ between ranks
+    count = len(samples)
+    rewards = {
+        name: sampling.as_rewards(f"the reward {name}", numbers, count) for name, numbers in rewards.items()
+    }
     totals = sum(WEIGHTS[name] * numbers for name, numbers in rewards.items()).tolist()
     graded = []
     for sample, total, is_correct in zip(samples, totals, correct):

@@ -9,13 +9,16 @@ To grade other answers, replace GRADE in grpo_math_humanline.py.
 """
 
 import logging
-import math
 import multiprocessing
 import os
 import re
 import resource
 import signal
-from functools import lru_cache
+import tempfile
+import unicodedata
+from concurrent.futures.process import BrokenProcessPool
+from functools import lru_cache, partial
+from multiprocessing import forkserver
 
 import torch.distributed as dist
 
@@ -25,6 +28,7 @@ from support import run
 # Processes with limits of time and memory, in which `grade` runs.
 
 TIME_LIMIT = 5.0  # CPU seconds for grading one answer
+print_once = lru_cache(partial(print, flush=True))  # a second call with the same text prints nothing
 
 
 def start_grader():
@@ -40,6 +44,9 @@ def start_grader():
     # imports them once, and workers inherit them. (transformers imports lazily, so the module of
     # AutoModelForCausalLM is named.)
     context.set_forkserver_preload(["torch", "transformers.models.auto.modeling_auto", "math_verify"])
+    # The fork server opens a socket in TMPDIR, whose path must be shorter than about 80 characters.
+    with run.library_errors(f"TMPDIR {tempfile.gettempdir()}: the workers of the grader cannot start"):
+        forkserver.ensure_running()
     cores = os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     workers = max(1, min(cores, 8))
     # A worker is replaced after 1000 answers, because the parser's caches grow.
@@ -55,27 +62,37 @@ def start_worker():
 def grade_all(grader, function, jobs: list[tuple]) -> list:
     """Returns the verdict of a function for every (gold answer, text, problem). The ranks share the work.
 
-    The verdict is also None if the worker reached a limit or crashed.
+    The verdict is also None if the function raised an exception, or if its worker reached a limit or crashed.
+    A text of the policy must never end the run: a resumed run would sample the same text again.
 
     function: `grade` or another one with its arguments.
     """
-    from pebble import ProcessExpired
-
     rank, world = dist.get_rank(), dist.get_world_size()
     distinct = list(dict.fromkeys(jobs))
-    # Seconds of wall-clock time, far above TIME_LIMIT. They end a worker that waits for something: it uses no
-    # CPU time, so TIME_LIMIT would never end it.
-    futures = [grader.schedule(function, job, timeout=20 * TIME_LIMIT) for job in distinct[rank::world]]
     verdicts = []
-    for future in futures:
-        try:
-            verdicts.append(future.result())
-        except (ProcessExpired, TimeoutError, MemoryError):
-            verdicts.append(None)
+    # If a worker dies without an answer, for example for lack of memory, pebble's whole pool is broken.
+    with run.library_errors("the workers of the grader have ended; to start them again, pass --resume"):
+        # Seconds of wall-clock time, far above TIME_LIMIT. They end a worker that waits for something: it
+        # uses no CPU time, so TIME_LIMIT would never end it.
+        futures = [grader.schedule(function, job, timeout=20 * TIME_LIMIT) for job in distinct[rank::world]]
+        for future in futures:
+            try:
+                verdicts.append(future.result())
+            except BrokenProcessPool:
+                raise
+            except Exception as error:
+                verdicts.append(None)
+                cause = f"{type(error).__name__}{error.args[:1]}"
+                print_once(f"an answer that could not be graded counts as wrong: {cause:.200}")
     ranks_verdicts = run.gather(verdicts)
     # Rank r has graded the jobs r, r + world, r + 2 · world and so on.
     by_job = {job: ranks_verdicts[i % world][i // world] for i, job in enumerate(distinct)}
     return [by_job[job] for job in jobs]
+
+
+# Words and commands of LaTeX, which are no variables.
+WORDS = r"\\(?:text|mathrm|mbox)\{[^{}]*\}|\\[A-Za-z]+"
+BASE = r"\d_\{?(\d+)"  # of a number, as in 10_2
 
 
 def grade(gold: str, text: str, problem: str) -> bool | None:
@@ -91,22 +108,23 @@ def grade(gold: str, text: str, problem: str) -> bool | None:
     # makes the verdict independent of the machine's load. The next call sets the timer again.
     signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT)
     gold_value, value = parse_answer(gold), parse_answer(text)
+    gold_formula, formula = answer_formula(gold), answer_formula(text)
     if gold_value is None:
         return None
-    # What is copied from the problem is no answer, unless the gold answer is the same text. A number of the
-    # gold answer's value and kind is never a copy: 90^\circ is right for 90, wherever it stands. But 0.75 for
-    # \frac{3}{4} may be one.
-    formula = answer_formula(text)
-    if is_numeral(formula):
-        may_be_copy = not is_identical(gold_value, value)
-    else:
-        may_be_copy = re.search(COMPUTATION, formula) is not None
-    if may_be_copy and is_copied(gold, text, problem):
+    # What is copied from the problem is no answer, unless the gold answer is the same text. An expression of
+    # the gold answer's form (== in sympy) is no copy: 90^\circ is right for 90, wherever it stands. But
+    # 17 + 25 may be a copy for 42, and 0.75 for \frac{3}{4}.
+    # sympy has computed 10/4, as the digits of its value show, so it may be a copy for \frac{5}{2}.
+    has_computed = re.findall(r"\d+", str(value)) != re.findall(r"\d+", formula.replace(",", ""))
+    if (value != gold_value or has_computed) and is_copied(gold_formula, formula, problem):
         return False
-    # 10_2 is another number than 10, but math_verify drops the base.
-    both = (extract_answer(gold), extract_answer(text))
-    gold_bases, bases = [re.findall(r"\d_\{?(\d+)", answer) for answer in both]
-    if bases and bases != gold_bases:
+    # What math_verify ignores: \phantom{3} prints nothing, X is another variable than x (words may be in any
+    # case), and 10_2 is another number than 10.
+    gold_letters, letters = [re.sub(WORDS, "", latex) for latex in (gold_formula, formula)]
+    if any(letter not in gold_letters and letter.swapcase() in gold_letters for letter in letters):
+        return False
+    bases = re.findall(BASE, formula)
+    if "\\phantom" in formula or bases and bases != re.findall(BASE, gold_formula):
         return False
     # Of an equation, math_verify would compare one side alone. Here every side must equal the gold answer,
     # unless this is an equation itself. Names such as x and f(2) are skipped. So x = 4 is 4. And x = 4 = 5,
@@ -131,24 +149,6 @@ ANSWER_IS = r"(?i:answer)[^.\n]{0,30}?(?: is| are|[:\n])|\bA:|####"
 NUMBER = r"(-?\$*\d[\d.,/]*)(?: [a-z]+)?"
 # Words with which a sentence takes back its result.
 TAKES_BACK = r"(?i)\b(?:or|not|if|maybe|perhaps|either|neither|between|than|could|guess|wrong|incorrect)\b"
-# Parts of an answer that math_verify would misread, and what replaces them.
-REWRITES = {
-    # \(x = 5.\) -> $$x = 5$$. Each mark of a formula, \( \) \[ \] $ or $$, becomes $$, and a full stop before
-    # it is removed. After a backslash it is no such mark: \$ is a currency, \\[ breaks a line of a matrix.
-    r"(?:\.\s*|(?<!\\))(?:\\[()\[\]]|\$\$?)": "$$",
-    # 24{,}000 -> 24000, and the same for 24\,000 and 24 000.
-    r"(?<=\d)(?:,\\!|\\[,; ]|\{,\}| )(?=\d{3}(?!\d))": "",
-    # \frac\pi 4 -> \frac{\pi} 4.
-    r"(?<=frac)\\(?!sqrt)[a-z]+": r"{\g<0>}",
-    # AB = 5 -> \text{AB} = 5. Otherwise it would be an equation for A and B.
-    r"(?<![\\A-Za-z])[A-Za-z]{2,}(?= ?=)": r"\\text{\g<0>}",
-    # no solution -> \text{no solution}. Otherwise the words would be products of letters.
-    r"^[A-Za-z ]{3,}$": r"\\text{\g<0>}",
-    # 5 \text{ or 4} -> 5 { or 4}. math_verify drops text after a number as its unit. Text with "or", "is" or
-    # "not" before another word is no unit, and must stay. This undoes the rule above: "a or b" is the set of
-    # a and b.
-    r"\\text(?=\{[^{}]*\b(?:or|is|isn't|not)\b[^{}]*\w)": "",
-}
 
 
 def extract_answer(text: str) -> str:
@@ -186,8 +186,38 @@ def extract_answer(text: str) -> str:
     return text
 
 
+# Parts of an answer that math_verify would misread, and what replaces them.
+REWRITES = {
+    # \(x = 5.\) -> $$x = 5$$. Each mark of a formula, \( \) \[ \] $ or $$, becomes $$, and a full stop before
+    # it is removed. After a backslash it is no such mark: \$ is a currency, \\[ breaks a line of a matrix.
+    r"(?:\.\s*|(?<!\\))(?:\\[()\[\]]|\$\$?)": "$$",
+    # 90° -> 90^\circ, €18 -> 18 and √3 -> \sqrt{3}.
+    "°": r"^\\circ ",
+    r"[€£¥](?!\d)|(?<!\d)[€£¥]": "",
+    r"√ ?(\d+|[a-z])": r"\\sqrt{\1}",
+    # \approx 3 -> 3, at the start of an answer or of a formula.
+    r"(?:^|(?<=\$\$)) *(?:\\approx|≈)": "",
+    # 0.1\overline{6} -> 0.166666666. Eight times the period are more digits than `is_same_number` compares.
+    r"(?<=\.)(\d*)\\(?:overline|bar) ?\{?(\d+)\}?": r"\1" + r"\2" * 8,
+    # 24{,}000 -> 24000, and the same for 24\,000 and 24 000.
+    r"(?<=\d)(?:,\\!|\\[,; ]|\{,\}| )(?=\d{3}(?!\d))": "",
+    # \frac\pi 4 -> \frac{\pi} 4.
+    r"(?<=frac)\\(?!sqrt)[a-z]+": r"{\g<0>}",
+    # AB = 5 -> \text{AB} = 5. Otherwise it would be an equation for A and B.
+    r"(?<![\\A-Za-z])[A-Za-z]{2,}(?= ?=)": r"\\text{\g<0>}",
+    # no solution -> \text{no solution}. Otherwise the words would be products of letters.
+    r"^[A-Za-z ]{3,}$": r"\\text{\g<0>}",
+    # 5 \text{ or 4} -> 5 { or 4}. math_verify drops text after a number as its unit. Text with "or", "is" or
+    # "not" before another word is no unit, and must stay. This undoes the rule above: "a or b" is the set of
+    # a and b.
+    r"\\text(?=\{[^{}]*\b(?:or|is|isn't|not)\b[^{}]*\w)": "",
+}
+
+
 def rewrite(text: str) -> str:
-    """Applies all REWRITES to a text."""
+    """Makes other forms of characters plain (４ -> 4, x² -> x^{2}), and applies all REWRITES to a text."""
+    text = re.sub("[⁰¹²³⁴-⁹⁺⁻]+", r"^{\g<0>}", text)
+    text = unicodedata.normalize("NFKC", text)
     for pattern, replacement in REWRITES.items():
         text = re.sub(pattern, replacement, text)
     return text
@@ -236,12 +266,6 @@ def parse_answer(text: str):
 
 # What two spellings of a formula may differ in: white space, braces, the size of fractions and parentheses.
 SPELLING = r"\s|[{}]|\\left|\\right|\\displaystyle|\\[!,; ]|(?<=\\)[dt](?=frac|binom)"
-# A formula with an operator or a function is a computation.
-COMPUTATION = r"[+*/^!]|[\w)}]\s*-|\\(?:times|cdot|div|[dt]?frac|sqrt|[dt]?binom|log|ln|a?r?c?(?:sin|cos|tan)"
-COMPUTATION += r"|sec|csc|cot|lceil|lfloor|sum|prod|int|lim|gcd|max|min|[bp]mod)"
-# What `is_numeral` removes: LaTeX spaces, $, %, degrees, \text{...}, the comma of 24,000, and a last word in
-# lower case.
-MARKS_AND_UNITS = r"\\[!,; ]|\\?\$|\\?%|\^?\{?\\circ\}?|\\text\{.*|(?<=\d),(?=\d{3})| ?[a-z]*$"
 
 
 def answer_formula(text: str) -> str:
@@ -250,10 +274,10 @@ def answer_formula(text: str) -> str:
     return latex.split("$$")[-2] if latex.count("$$") > 1 else latex[len("\\boxed{") : -1]
 
 
-def is_copied(gold: str, text: str, problem: str) -> bool:
-    """Returns whether the answer in a text stands in the problem, but is not the gold answer's text."""
+def is_copied(gold: str, answer: str, problem: str) -> bool:
+    """Returns whether an answer stands in the problem, but is not the gold answer's text. All are LaTeX."""
     formulas = []
-    for formula in (answer_formula(gold), answer_formula(text), problem):
+    for formula in (gold, answer, rewrite(problem)):
         formula = re.sub(SPELLING, "", formula)
         formulas.append(re.sub(r"\\times|\\cdot", "*", formula).strip(".+"))
     gold, answer, problem = formulas
@@ -263,27 +287,6 @@ def is_copied(gold: str, text: str, problem: str) -> bool:
     # A side does not count if it is only a part of a longer number.
     copied = [re.search(rf"(?<![\d.]){re.escape(side)}(?!\.?\d)", problem) is not None for side in sides]
     return answer != gold and bool(sides) and all(copied)
-
-
-def is_numeral(latex: str) -> bool:
-    """Returns whether an answer is one number and no computation. A unit is ignored.
-
-    3/4 is a number, but 10/4, which is not in lowest terms, is a computation.
-    """
-    latex = re.sub(MARKS_AND_UNITS, "", latex).strip()
-    fraction = re.fullmatch(r"-?(?:\\[dt]?frac\{?(\d+?)\}?\{?(\d+)\}?|(\d+)/(\d+))", latex)
-    if fraction:
-        numbers = [int(number) for number in fraction.groups() if number]
-        return math.gcd(*numbers) == 1
-    return re.fullmatch(r"[-+]?\d*\.?\d+", latex) is not None
-
-
-def is_identical(gold_value, value) -> bool:
-    """Returns whether two numbers are equal and of the same kind. 0.75 and 3/4 are not, but 3.0 and 3 are."""
-    from sympy import Float, Integer
-
-    whole = [Integer(x) if isinstance(x, Float) and x == int(x) else x for x in (gold_value, value)]
-    return whole[0] == whole[1]
 
 
 def is_same_number(gold_value, value) -> bool:

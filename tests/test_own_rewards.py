@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, metrics, read_rows
+from conftest import ROOT, metrics, read_rows, write_rows
 
 FLAGS = [
     "--engine",
@@ -50,6 +50,21 @@ def test_a_function_gives_the_rewards_of_online_grpo(tmp_path):
     for sample in samples:
         assert sample["reward"] == pytest.approx(sample["finished"] - 0.1 * sample["tokens"], abs=1e-6)
     assert len({sample["reward"] for sample in samples}) > 1 and steps[0]["grad_norm"] > 0
+
+
+def test_a_function_reads_another_column_of_the_row(tmp_path):
+    words = [["rose"], ["iris", "lily"], ["fern", "rose", "tulip"], ["daisy"]]
+    rows = [{"prompt": f"for {name}", "words": w} for name, w in zip(("king", "queen", "boy", "girl"), words)]
+    data = write_rows(tmp_path / "data.jsonl", rows)
+    flags = ["--online", "--model", str(ROOT / "toy/bouquets/policy"), "--dataset", data]
+    flags += ["--eval-dataset", data, "--round-prompts", "4", "--batch-size", "4", "--max-new-tokens", "12"]
+    _, samples = run_with_example(
+        tmp_path, "grpo_humanline.py", "grpo.md", "SCORE = has_words", r"^SCORE = None\n", *flags
+    )
+    by_prompt = {row["prompt"]: row["words"] for row in rows}
+    for sample in samples:
+        assert sample["reward"] == sum(word in sample["sample"] for word in by_prompt[sample["prompt"]])
+    assert any(sample["reward"] for sample in samples)
 
 
 def test_a_function_grades_in_grpo_math(tmp_path):

@@ -164,7 +164,7 @@ def test_the_scripts_read_every_row_and_its_tokens_are_its_text(one_rank):
             for example, side in zip(group, ("chosen", "rejected")):
                 assert example.completion_ids[-1] == 2 and 2 not in example.completion_ids[:-1]
                 assert len(example.prompt_ids) <= 25 and example.prompt_ids[0] == 1
-                text = sampling.decode_completion(tokenizer, example, example.completion_ids)
+                text = sampling.decode_completion(tokenizer, example, example.completion_ids[:-1])
                 assert text == row[side]
 
 

@@ -190,7 +190,7 @@ def test_a_reward_model_reads_a_sample_with_the_space_that_the_data_has(monkeypa
     for text in (" there was a girl.\nHer name was Zoë.", "\nthere was", " (a girl) ", "!"):
         prompt_ids, (ids,) = data.encode(tokenizer, {2}, prompt, [text])
         example = Example(prompt, prompt_ids)
-        sampled = sampling.decode_completion(tokenizer, example, ids)
+        sampled = sampling.decode_completion(tokenizer, example, ids[:-1])
         assert sampled == (text.rstrip(" ") if kind == "stories" else text)  # its normalizer strips the end
         sample = example._replace(text=sampled)
         assert sampling.reward_input(tokenizer, "", sample) == f"{prompt}{sampled}</s>"
