@@ -127,7 +127,7 @@ def test_rows_are_kept_only_where_a_function_gives_the_rewards(load, monkeypatch
 
 def test_a_function_sees_the_row_and_a_resume_keeps_it(tmp_path, monkeypatch):
     rows = []
-    for number, name in enumerate(["king", "queen", "bard", "clerk"]):
+    for number, name in enumerate(["king", "queen", "clerk", "king queen"]):
         rows.append({"prompt": f"for {name}", "wanted": number, "day": datetime.date(2026, 1, 1 + number)})
     path = str(tmp_path / "rows.parquet")
     datasets.Dataset.from_list(rows).to_parquet(path)
