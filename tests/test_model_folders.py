@@ -69,7 +69,7 @@ def test_masks_in_old_files_stay_allowed(tmp_path, one_rank):
             "intermediate_size": 64,
         }
         sizes["attention_types"] = [[["global", "local"], 1]]
-        sizes["n_layer"] = 2
+        sizes |= {"n_layer": 2, "n_head": 4, "n_embd": 32}  # GPT-2's names
         config = AutoConfig.for_model(kind, **sizes)
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / kind)
         path = tmp_path / kind / "model.safetensors"
@@ -129,5 +129,6 @@ def test_blocks_within_blocks_are_sharded(tmp_path, kind):
         run_ranks(ranks, [[*flags, "--output-dir", str(tmp_path / str(ranks))]])
     one, two = (metrics(tmp_path / str(ranks), True) for ranks in (1, 2))
     for a, b in zip(one, two, strict=True):
-        assert (b["loss"], b["grad_norm"]) == pytest.approx((a["loss"], a["grad_norm"]), rel=1e-9)
+        # The mixers compute in fp32.
+        assert (b["loss"], b["grad_norm"]) == pytest.approx((a["loss"], a["grad_norm"]), rel=1e-6)
     assert one[1]["loss"] != one[0]["loss"]
