@@ -221,15 +221,15 @@ class Means:
 
         Ranks may have added different names, for example of a kind of example that only one of them has.
         """
-        numbers = torch.stack(list(self.sums.values())).tolist()  # one copy from the GPU
+        local = {name: sums.cpu() for name, sums in self.sums.items()}
         ranks_sums = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks_sums, dict(zip(self.sums, numbers)))
-        totals = {}  # {name: (sum of value · weight, sum of weights)}
+        dist.all_gather_object(ranks_sums, local)
+        totals = {}  # as self.sums, over all ranks
         for rank_sums in ranks_sums:
-            for name, (total, weight) in rank_sums.items():
-                known_total, known_weight = totals.get(name, (0, 0))
-                totals[name] = (known_total + total, known_weight + weight)
-        return {name: total / weight for name, (total, weight) in totals.items() if weight > 0}
+            for name, sums in rank_sums.items():
+                totals[name] = totals.get(name, 0) + sums
+        pairs = {name: sums.tolist() for name, sums in totals.items()}
+        return {name: total / weight for name, (total, weight) in pairs.items() if weight > 0}
 
 
 def above(values, baseline):

@@ -446,8 +446,8 @@ def reward_scores(model, tokenizer, device, separator: str, samples: list[Exampl
         model.has_printed = True
         run.print_main(f"the reward model reads {texts[0]!r}")
     encoded = tokenize(tokenizer, texts)
-    if any(2 * ids.count(tokenizer.unk_token_id) > len(ids) for ids in encoded):
-        raise InputError("--reward-model: most tokens of a sample are unknown to its tokenizer")
+    if all(2 * ids.count(tokenizer.unk_token_id) > len(ids) for ids in encoded):
+        raise InputError("--reward-model: most tokens of all samples are unknown to its tokenizer")
     longest = max(len(ids) for ids in encoded)
     run.check_positions(model.config, longest)
     shortest_first = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))  # less padding

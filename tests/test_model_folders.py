@@ -104,5 +104,6 @@ def test_blocks_within_blocks_are_sharded(tmp_path, kind):
         run_ranks(ranks, [[*flags, "--output-dir", str(tmp_path / str(ranks))]])
     one, two = (metrics(tmp_path / str(ranks), True) for ranks in (1, 2))
     for a, b in zip(one, two, strict=True):
-        assert (b["loss"], b["grad_norm"]) == pytest.approx((a["loss"], a["grad_norm"]), rel=1e-9)
+        # The mixers compute in fp32.
+        assert (b["loss"], b["grad_norm"]) == pytest.approx((a["loss"], a["grad_norm"]), rel=1e-6)
     assert one[1]["loss"] != one[0]["loss"]
