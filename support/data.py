@@ -183,6 +183,8 @@ def load_tokenizer(args):
             if error.__context__ and not is_offline_mode():
                 raise
     ids = ids if isinstance(ids, list) else [ids]
+    if any(not isinstance(token, int | None) for token in ids):
+        raise InputError(f"--model {args.model}: its eos_token_id {ids} is no token id")
     if args.chat_template:
         with run.library_errors("--chat-template"):
             tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")

@@ -65,7 +65,7 @@ class Sampler:
         engine_class = TransformersEngine
         if self.args.engine == "vllm" or (self.args.engine == "auto" and find_spec("vllm")):
             engine_class = VllmEngine
-        run.print_main(f"samples come from the {engine_class.__name__}")
+        run.print_main(f"samples come from {engine_class.name}")
         self.engine = engine_class(self.args, self.eos_ids, self.device, self.longest)
 
     @torch.no_grad()
@@ -232,6 +232,7 @@ def preserve_process_state(device):
 
 # === Engines ===
 # To add an engine, write a class with these members, and choose it in `Sampler.start_engine`:
+#     name: what a run prints.
 #     ranks: the number of ranks that share one engine.
 #     batch_size: the number of prompts in a batch.
 #     update(weights): loads the policy's weights, an iterator of (name, full tensor). It must be consumed to
@@ -248,6 +249,7 @@ class TransformersEngine:
     The model stays on the GPU while the policy trains. If it does not fit there, use vLLM.
     """
 
+    name = "transformers"
     ranks = 1
 
     def __init__(self, args, eos_ids: set[int], device, longest: int):
@@ -303,6 +305,7 @@ class TransformersEngine:
 class VllmEngine:
     """vLLM inside the training process. On a GPU, it frees its memory while the policy trains."""
 
+    name = "vLLM"
     batch_size = 1  # vLLM forms its own batches
 
     def __init__(self, args, eos_ids: set[int], device, longest: int):

@@ -92,5 +92,5 @@ def test_a_factor_of_the_logits_is_refused_by_name_in_bf16_too(tmp_path, one_ran
 def test_a_reward_model_that_does_not_know_the_words_says_so(one_rank):
     judge = sampling.load_reward_model(dpo_humanline.Args(reward_model=str(TOY / "reward_model")))
     sample = utils.Example("what is that", [1], text="nothing that a bouquet has", finished=False)
-    with pytest.raises(utils.InputError, match="--reward-model: most tokens of a sample are unknown"):
+    with pytest.raises(utils.InputError, match="--reward-model: most tokens of all samples are unknown"):
         sampling.reward_scores(*judge, torch.device("cpu"), "\n", [sample])

@@ -140,3 +140,13 @@ def test_the_pages_are_short():
     docs = [page for page in PAGES if re.fullmatch(r"docs/\w+\.md", page)]
     assert len(docs) > 10 and sum(words(prose(page)) for page in docs) <= 17_000
     assert words(re.sub(r"^\|.*$", "", prose("README.md"), flags=re.MULTILINE)) <= 1_300  # without tables
+
+
+@pytest.mark.parametrize("name", ["requirements-vllm.txt", "requirements-vllm-cpu.txt"])
+def test_vllms_requirements_differ_in_vllm_and_transformers_alone(name):
+    """vLLM 0.32 allows no transformers that requirements.txt allows, so its file repeats the others."""
+    lines = [(ROOT / file).read_text().splitlines() for file in (name, "requirements.txt")]
+    packages, ours = [[line for line in text if not line.startswith("#")] for text in lines]
+    other = [line for line in packages if line not in ours]
+    assert [line.split(">")[0].split("=")[0] for line in other] == ["transformers", name[13:-4]]
+    assert [line for line in ours if line not in packages] == ["transformers>=5.22,<5.25"]

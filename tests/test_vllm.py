@@ -51,7 +51,7 @@ def test_the_process_is_as_it_was(reports):
 
 def test_vllm_logs_nothing_and_nobody_reports_the_use(reports):
     for report in reports.values():
-        assert "samples come from the VllmEngine" in report["outputs"][0]
+        assert "samples come from vLLM" in report["outputs"][0]
         assert report["reports its use"] is False
         for noise in (" INFO ", " WARNING ", "Processed prompts"):
             assert not any(noise in output for output in report["outputs"])
@@ -86,9 +86,7 @@ def test_rounds_are_sampled_by_vllm_where_it_is_installed(tmp_path, ranks, scrip
     output = run_ranks(ranks, [[*flags, "--output-dir", str(tmp_path / "run")]], script=script)
     steps = metrics(tmp_path / "run")
     sampled = [step for step in steps if "rollout/logp_diff_mean" in step]
-    assert "samples come from the VllmEngine" in output and len(steps) == int(
-        flags[flags.index("--num-steps") + 1]
-    )
+    assert "samples come from vLLM" in output and len(steps) == int(flags[flags.index("--num-steps") + 1])
     assert len(sampled) == rounds
     assert all(step["rollout/logp_diff_mean"] < 1e-4 for step in sampled)
     assert all(0 < step["rollout/finished_mean"] <= 1 for step in sampled)
