@@ -315,7 +315,7 @@ def test_samples_are_cut_after_they_are_scored_and_get_no_end_of_turn(script):
     assert [[x.reward for x in group] for group in groups] == [[0, -3]] * 2
 
 
-def test_samples_of_problems_are_cut_after_they_are_graded(monkeypatch):
+def test_samples_of_problems_are_cut_after_they_are_graded(one_rank, monkeypatch):
     monkeypatch.setattr(grading, "grade_all", lambda grader, grade, jobs: [True] * len(jobs))
     args = grpo_math_humanline.Args(max_length=6, prompts_per_step=1, group_size=2, num_steps=1)
     problem = (Example("x", [1, 2], answer="4"),)
