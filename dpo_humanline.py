@@ -219,13 +219,13 @@ def main(args: Args):
             # A round usually gives several batches. The groups that this step does not use wait in the pool,
             # even if a new round is drawn and the reference synced before they are used.
             while len(progress.pool) < args.batch_size:
-                progress.round += 1
                 sync_reference(reference, policy)  # Algorithm 1, line 3: with and without humanline
-                new_groups, round_metrics = sample_round(args, sampler, policy, groups, progress.round)
+                new_groups, round_metrics = sample_round(args, sampler, policy, groups, progress.round + 1)
+                progress.round += 1
                 progress.pool += new_groups
                 metrics |= round_metrics  # of the newest round
             batch = progress.pool[: args.batch_size]
-            progress.pool = progress.pool[args.batch_size :]
+            del progress.pool[: args.batch_size]
         batch = run.broadcast(batch)  # rank 0's, so that ranks train on one batch after any edit above
 
         # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
@@ -275,11 +275,9 @@ def main(args: Args):
         progress.step = step + 1
         log.write(metrics | run.perf_metrics(started, sum(lengths)))
         # If any rank has received SIGINT or SIGTERM, all ranks write a checkpoint and end.
-        signal_number = signals.received_by_any_rank()
-        if signal_number or run.checkpoint_is_due(args, progress.step):
+        if signals.received_by_any_rank() or run.checkpoint_is_due(args, progress.step):
             run.save_checkpoint(args, output_dir, policy, reference, optimizer, progress)
-        if signal_number:
-            run.exit_after_signal(signal_number, output_dir, progress.step)
+        signals.exit_if_received(output_dir, progress.step)
 
     signals.release()
     after = evaluate(args, policy, sampler, held_out, before)

@@ -241,7 +241,7 @@ def main(args: Args):
             progress.pool += new_groups
             metrics |= round_metrics
         batch = progress.pool[: args.prompts_per_step]
-        progress.pool = progress.pool[args.prompts_per_step :]
+        del progress.pool[: args.prompts_per_step]
         batch = run.broadcast(batch)  # rank 0's, so that ranks train on one batch after any edit above
         examples = [example for group in batch for example in group]
 
@@ -300,11 +300,9 @@ def main(args: Args):
         progress.step = step + 1
         log.write(metrics | run.perf_metrics(started, sum(lengths)))
         # If any rank has received SIGINT or SIGTERM, all ranks write a checkpoint and end.
-        signal_number = signals.received_by_any_rank()
-        if signal_number or run.checkpoint_is_due(args, progress.step):
+        if signals.received_by_any_rank() or run.checkpoint_is_due(args, progress.step):
             run.save_checkpoint(args, output_dir, policy, reference, optimizer, progress)
-        if signal_number:
-            run.exit_after_signal(signal_number, output_dir, progress.step)
+        signals.exit_if_received(output_dir, progress.step)
 
     signals.release()
     after = evaluate(args, policy, sampler, grader, held_out)

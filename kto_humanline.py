@@ -144,32 +144,17 @@ TOY_ONLINE = dict(dataset=f"{FOLDER}/prompts_train.jsonl.gz", lr=1e-4)
 
 # === Loss ===
 def kto_loss(margins, desirable, lambda_D: float, lambda_U: float):
-    """Computes equation 7, λ_D (1 - σ(margin)) or, if undesirable, λ_U (1 - σ(margin)).
-
-    Args:
-        margins: (B,), from `kto_margins`.
-        desirable: (B,) bool.
-
-    Returns:
-        The losses of the examples, (B,).
-    """
+    """Computes equation 7, λ_D (1 - σ(margin)) or, if undesirable, λ_U (1 - σ(margin)), (B,)."""
     losses = 1 - torch.sigmoid(margins)
     return torch.where(desirable, lambda_D * losses, lambda_U * losses)
 
 
 def kto_margins(log_ratio, mask, desirable, z_0: float, beta: float):
-    """Computes the margins β (r - z_0) or, if undesirable, β (z_0 - r), with r = Σ_t log_ratio.
-
-    A margin above 0 agrees with the label.
+    """Computes the margins β (r - z_0) or, if undesirable, β (z_0 - r), (B,), with r = Σ_t log_ratio.
 
     Args:
-        log_ratio: (B, T) token log π_θ/π_ref in nats, in training after humanline clipping.
-        mask: (B, T), 1 at completion tokens.
-        desirable: (B,) bool.
-        z_0: the reference point, in nats.
-
-    Returns:
-        The margins of the examples, (B,).
+        log_ratio: (B, T) token log π_θ/π_ref in nats, in training after humanline clipping. mask: (B, T), 1
+            at completion tokens. desirable: (B,) bool. z_0: the reference point, in nats.
     """
     r = (log_ratio * mask).sum(-1)  # (B,)
     return beta * torch.where(desirable, r - z_0, z_0 - r)
@@ -275,13 +260,13 @@ def main(args: Args):
             # A round usually gives several batches. The groups that this step does not use wait in the pool,
             # even if a new round is drawn and the reference synced before they are used.
             while len(progress.pool) < groups_per_step:
-                progress.round += 1
                 sync_reference(reference, policy)  # Algorithm 1, line 3: with and without humanline
-                new_groups, round_metrics = sample_round(args, sampler, policy, groups, progress.round)
+                new_groups, round_metrics = sample_round(args, sampler, policy, groups, progress.round + 1)
+                progress.round += 1
                 progress.pool += new_groups
                 metrics |= round_metrics  # of the newest round
             batch = progress.pool[:groups_per_step]
-            progress.pool = progress.pool[groups_per_step:]
+            del progress.pool[:groups_per_step]
         batch = run.broadcast(batch)  # rank 0's, so that ranks train on one batch after any edit above
         examples = [example for group in batch for example in group]
 
@@ -343,11 +328,9 @@ def main(args: Args):
         progress.step = step + 1
         log.write(metrics | run.perf_metrics(started, sum(lengths)))
         # If any rank has received SIGINT or SIGTERM, all ranks write a checkpoint and end.
-        signal_number = signals.received_by_any_rank()
-        if signal_number or run.checkpoint_is_due(args, progress.step):
+        if signals.received_by_any_rank() or run.checkpoint_is_due(args, progress.step):
             run.save_checkpoint(args, output_dir, policy, reference, optimizer, progress)
-        if signal_number:
-            run.exit_after_signal(signal_number, output_dir, progress.step)
+        signals.exit_if_received(output_dir, progress.step)
 
     signals.release()
     after = evaluate(args, policy, sampler, held_out, before)

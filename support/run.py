@@ -380,21 +380,23 @@ class Signals:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def received_by_any_rank(self) -> int:
-        """Returns a signal that some rank has received, or 0. All ranks must stop after the same step."""
-        return max(gather(self.received))
+    def received_by_any_rank(self) -> bool:
+        """Returns whether some rank has received a signal: all ranks must stop after the same step."""
+        self.received = max(gather(self.received))
+        return self.received > 0
 
-
-def exit_after_signal(signal_number: int, folder: Path, step: int):
-    """Ends the process after a signal, with the exit status that a shell expects."""
-    by_torchrun = dist.is_torchelastic_launched()
-    launcher = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}" if by_torchrun else "python"
-    command = f"{launcher} {sys.argv[0]} --resume {shlex.quote(str(folder))}"
-    print_main(f"\nstopped after {step} steps; to resume: {command}")
-    if by_torchrun:
-        print_main("(ignore torchrun's traceback)")
-    # Not sys.exit, which would wait for the threads of grpo_math's grader.
-    os._exit(128 + signal_number)
+    def exit_if_received(self, folder: Path, step: int):
+        """Ends the process after a signal, with the exit status that a shell expects."""
+        if not self.received:
+            return
+        by_torchrun = dist.is_torchelastic_launched()
+        launcher = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}" if by_torchrun else "python"
+        command = f"{launcher} {sys.argv[0]} --resume {shlex.quote(str(folder))}"
+        print_main(f"\nstopped after {step} steps; to resume: {command}")
+        if by_torchrun:
+            print_main("(ignore torchrun's traceback)")
+        # Not sys.exit, which would wait for the threads of grpo_math's grader.
+        os._exit(128 + self.received)
 
 
 # === Models ===
@@ -723,8 +725,10 @@ def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple], group
     """Prints what a run will do, and the first prompt as the policy reads it."""
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     print_main(f"model: {args.model}, {parameters:,} parameters, {args.dtype}; files: {folder}")
-    bounds = f"log-ratios clipped to [{args.log_epsilon_P}, {args.log_epsilon_R}]"
-    print_main(f"humanline: k {args.k}, {bounds}" if args.humanline else "humanline: off")
+    humanline = "off"
+    if args.humanline:
+        humanline = f"k {args.k}, log-ratios clipped to [{args.log_epsilon_P}, {args.log_epsilon_R}]"
+    print_main(f"humanline: {humanline}")
     epochs = args.num_steps * groups_per_step / len(groups)
     rows = f"{len(groups):,} rows, {epochs:.1f} epochs"
     print_main(f"training: {args.num_steps} steps of {groups_per_step} rows; {rows}")

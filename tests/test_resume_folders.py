@@ -77,8 +77,10 @@ def test_the_command_after_a_signal_can_be_pasted(tmp_path, name, monkeypatch, c
         raise Ended(code)
 
     monkeypatch.setattr(os, "_exit", leave)
+    signals = run.Signals.__new__(run.Signals)  # without its handlers
+    signals.received = 2
     with pytest.raises(Ended, match="130"):
-        run.exit_after_signal(2, tmp_path / name, 7)
+        signals.exit_if_received(tmp_path / name, 7)
     command = capsys.readouterr().out.partition("to resume: ")[2].strip()
     first, *_, flag, folder = shlex.split(command)
     assert (first, flag, folder) == ("python", "--resume", str(tmp_path / name))

@@ -10,15 +10,16 @@ from conftest import ROOT
 
 pytestmark = pytest.mark.shape  # whoever changes a script tests what it does, not how long it is
 TOKENS = {  # of code at most: without comments, docstrings, line ends and indents
-    "dpo_humanline.py": 3180,
-    "kto_humanline.py": 3690,
-    "grpo_humanline.py": 3840,
-    "grpo_math_humanline.py": 3660,
-    "utils.py": 3010,
-    "support/data.py": 2045,
-    "support/sampling.py": 2950,
-    "support/run.py": 4030,
-    "support/grading.py": 1495,
+    "dpo_humanline.py": 3200,
+    "kto_humanline.py": 3715,
+    "grpo_humanline.py": 3850,
+    "grpo_math_humanline.py": 3700,
+    "utils.py": 3125,
+    "support/data.py": 2115,
+    "support/sampling.py": 3045,
+    "support/run.py": 4400,
+    "support/grading.py": 1550,
+    "contrib/trl_humanline.py": 1800,
 }
 # What a file may import of the others: imports go one way.
 IMPORTS = {
