@@ -313,6 +313,44 @@ def sums_test(rows: list[dict]) -> list[dict]:
     return holm(lines)
 
 
+# === The README's table ===
+class Difference(NamedTuple):
+    label: str
+    studies: tuple[str, ...]  # their reported rows
+    panel: str
+    metric: str
+    # Humanline and the arm that it is compared with, or () where that arm was not run
+    default: tuple  # a default clip or β
+    control: tuple  # the best simple control: a tuned clip or β, or no clip
+    online: tuple
+
+
+def differences(rows_of: dict[str, list[dict]]) -> list[dict]:
+    """Returns a line for each cell of the README's table: humanline minus another arm, with a 95% interval.
+
+    Arms are paired by instance. The shell game has one instance, so its arms are compared by seed, by Welch's
+    test. `clipped` is the share of tokens beyond the bounds in the cell's humanline arm.
+
+    rows_of: {study: its reported rows}.
+    """
+    lines = []
+    for table_row in README_TABLE:
+        rows = [row for name in table_row.studies for row in rows_of[name]]
+        if table_row.studies != ("stale",):
+            rows = over_instances(rows)
+        for column in ("default", "control", "online"):
+            both = getattr(table_row, column)
+            if not both:
+                continue
+            if table_row.studies == ("stale",):
+                line = welch(rows, table_row.panel, *both, table_row.metric)
+            else:
+                line = on_a_par(rows, table_row.panel, *both, table_row.metric)
+            shares = values(rows, table_row.panel, both[0], "clipped")
+            lines.append(line | {"row": table_row.label, "column": column, "clipped": shares.mean()})
+    return lines
+
+
 # === Figures ===
 DPO = (3e-4, 1e-3, 3e-3)  # learning rates
 KTO = (1e-4, 3e-4, 1e-3)
@@ -678,3 +716,62 @@ STUDIES = {
         grows_by_arm=False,
     ),
 }
+
+TUNED = "offline + humanline"
+STALE_HUMANLINE = "humanline, k=16"
+README_TABLE = [
+    Difference(
+        "GRPO, stories (12 sets)",
+        ("stories", "baselines"),
+        "GRPO",
+        "judge",
+        (PAPERS_HUMANLINE, PAPERS_OFFLINE),
+        (HUMANLINE_BETA, TUNED_BETA),
+        (TUNED, "online"),
+    ),
+    Difference(
+        "KTO, stories (12 sets)",
+        ("stories", "baselines"),
+        "KTO",
+        "judge",
+        (PAPERS_HUMANLINE, PAPERS_OFFLINE),
+        (TUNED, "offline"),
+        (TUNED, "online"),
+    ),
+    Difference(
+        "DPO, stories (12 sets), k = 16",
+        ("stories", "baselines"),
+        "DPO",
+        "judge",
+        (TUNED, PAPERS_OFFLINE),
+        (TUNED, "offline"),
+        (TUNED, "online"),
+    ),
+    Difference(
+        "GRPO, tales (20 tasks)",
+        ("tasks",),
+        "GRPO",
+        "judge",
+        (TUNED, PAPERS_EPSILON),
+        (TUNED, UNCLIPPED),
+        (),
+    ),
+    Difference(
+        "shell game, S = 64 (1 task)",
+        ("stale",),
+        "S = 64",
+        "curve",
+        (STALE_HUMANLINE, "ε 0.2"),
+        (STALE_HUMANLINE, "ε 0.8"),
+        (STALE_HUMANLINE, "S = 1"),
+    ),
+    Difference(
+        "SmolLM2, S = 16 (5 kinds), k = 1",
+        ("sums",),
+        "sums",
+        "late",
+        ("humanline", "ε 0.2"),
+        ("humanline", "no clip"),
+        ("humanline", "online"),
+    ),
+]

@@ -184,11 +184,21 @@ def start(line: str, folder: Path):
 
 
 def processor() -> str:
-    """Returns the kind of processor on which a row repeats to the last digit, for example "x86_64 AVX2".
+    """Returns the processor's name, model and instructions: "Intel(R) Xeon(R) Processor, model 207, AVX512".
 
-    Other instructions round in another way.
+    On processors of one name and model a row repeats to the last digit. Equal instructions are not enough: on
+    an AMD and an Intel with AVX512, rows in bf16 differ.
     """
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    found = dict(re.findall(r"^(model name|model)\s*: (.+)", cpu_info(), re.MULTILINE))
+    name = found.get("model name") or platform.processor() or platform.machine()
+    model = f", model {found['model']}" if "model" in found else ""
+    return f"{name}{model}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def cpu_info() -> str:
+    """Returns what Linux says of the processors, or "" on another system."""
+    path = Path("/proc/cpuinfo")
+    return path.read_text() if path.exists() else ""
 
 
 def shell(line: str) -> subprocess.CompletedProcess:
