@@ -58,7 +58,8 @@ def reported_rows(folder: Path) -> dict[str, list[dict]]:
 
 def shown_of(name: str) -> tuple[str, str]:
     """Returns the two metrics that a picture shows."""
-    return ("curve", "eval/accuracy") if name in ("figure7", "stale", "sums") else ("eval/reward", "judge")
+    in_mathematics = name in ("figure7", "stale", "sums", "controls")
+    return ("curve", "eval/accuracy") if in_mathematics else ("eval/reward", "judge")
 
 
 def draw(name: str, folder: Path = RESULTS):
@@ -86,8 +87,9 @@ def figures_of(name: str, folder: Path) -> dict:
         return {name: draw_stories(rows)}
     if name == "baselines":
         return {name: draw_frontier(read(folder, "stories") + read(folder, name))}
-    if name == "sums":
-        return {name: draw_curves(study.over_seeds(rows), lines, over="kinds")}
+    if name in ("sums", "controls"):
+        over = "kinds" if name == "sums" else "games"
+        return {name: draw_curves(study.over_seeds(rows), lines, over)}
     tests = []
     if (folder / f"{name}_tests.csv").exists():
         tests = read(folder, f"{name}_tests")
