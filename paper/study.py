@@ -639,6 +639,13 @@ TUNED_BASELINES = [
 ]
 
 
+# Runs that record their tokens' log-ratios (paper/assumptions.py)
+RECORDED = {}
+for script, flags in (("grpo", "--epsilon 0.15"), ("dpo", "--beta 0.1")):
+    (RECORDED[script],) = arms(script.upper(), script, (), {"humanline": f"log-ratios {FAST} {flags}"})
+(RECORDED["sums"],) = arms("sums", "grpo_math", (), {"humanline": "last-number-log-ratios --sample-every 16"})
+
+
 # Sums, with a chat model that people know: SmolLM2-135M-Instruct (toy/smollm2.py). Samples are used for 16
 # steps. Answers are graded by the number behind the last "=", exactly.
 SUMS_LRS = (3e-6, 1e-5, 3e-5)

@@ -13,6 +13,7 @@ To add a variant, write a function with the arguments and results of the script'
 to VARIANTS. The metric grpo/clip_fraction counts the tokens whose policy gradient the variant stops.
 """
 
+import json
 import math
 import re
 import sys
@@ -76,6 +77,18 @@ def stopped_tokens(script, log_ratio, advantages, epsilon):
     losses = script.grpo_loss(clipped, constant, advantages, LAST.args.beta, epsilon)
     (gradient,) = torch.autograd.grad((losses * LAST.mask).sum(), variable)
     return (gradient == 0) & (advantages.unsqueeze(-1) != 0)
+
+
+# === Recording ===
+EDGES = np.linspace(-20.0, 20.0, 801)  # of bins of log-ratios; values beyond an end count in the last bin
+COUNTS = np.zeros(len(EDGES) - 1, int)  # tokens of all steps
+
+
+def record_log_ratios(args, log_ratio):
+    """Clips as the scripts do, and counts the tokens' log-ratios before clipping in COUNTS."""
+    values = log_ratio.detach()[LAST.mask > 0].clamp(EDGES[0], EDGES[-1])
+    COUNTS[:] += np.histogram(values.double().cpu(), EDGES)[0]
+    return log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)
 
 
 # === Clipping ===
@@ -324,6 +337,8 @@ VARIANTS = {  # {name: {a function of the script: what replaces it}}
     "oapl": {"grpo_loss": oapl, "group_advantages": optimal_advantages},
     "hypo": {"dpo_loss": hypo},
     "last-number": {"GRADE": grade_last_number},
+    "log-ratios": {"clip_log_ratio": record_log_ratios},
+    "last-number-log-ratios": {"GRADE": grade_last_number, "clip_log_ratio": record_log_ratios},
     "no-reference": {"grpo_loss": no_reference},
 }
 
@@ -344,6 +359,8 @@ def main(words: list[str]):
             script.Args, script.__file__, script.__doc__, **defaults(script), flags=flags
         )
         script.main(LAST.args)
+        if COUNTS.any():
+            run.write_file(Path(LAST.args.output_dir) / "log_ratios.json", json.dumps(COUNTS.tolist()))
 
 
 def replace_functions(script, name: str):
@@ -353,7 +370,8 @@ def replace_functions(script, name: str):
             raise SystemExit(f"error: {script.__name__} has no {function}, which {name} would replace")
         setattr(script, function, replacement)
     remember_micro_batches(script)
-    if {"clip_log_ratio", "grpo_loss"} & VARIANTS[name].keys() and hasattr(script, "grpo_metrics"):
+    changes_gradient = {"clip_log_ratio", "grpo_loss"} & VARIANTS[name].keys()
+    if changes_gradient and not name.endswith("log-ratios") and hasattr(script, "grpo_metrics"):
         count_stopped_tokens(script)
 
 
