@@ -396,6 +396,22 @@ def test_the_readmes_accuracies_of_sums_are_those_of_the_study():
     assert f"{words} and {means['online']:.2f} online." in in_words(README)
 
 
+def test_the_share_of_tokens_beyond_the_bounds_rises_with_k_as_replication_says():
+    """The runs of the tuning with humanline at 3e-4, with the first ε or β."""
+    table = pd.read_csv(pictures.RESULTS / "stories.csv")
+    table = table[(table.phase == "tuning") & (table.arm == "offline + humanline") & (table.lr == 3e-4)]
+    table = table[table.command.str.count("--epsilon 0.15|--beta 0.1 |--beta 0.1$") > 0]
+    first = table[table.command.str.count("--epsilon") + table.command.str.count("--beta") == 1]
+    k = first.command.str.extract(r"--k (\d+)", expand=False).astype(int)
+    shares = first.groupby([first.panel.str.split().str[0], k]).clipped.mean()
+    words = {}
+    for script in ("GRPO", "DPO"):
+        assert shares[script].is_monotonic_increasing
+        words[script] = [f"{share:.0e}".replace("e-0", "e-") for share in shares[script][[1, 16]]]
+    said = "from {} (k = 1) to {} (k = 16) in GRPO, and from {} to {} in DPO"
+    assert said.format(*words["GRPO"], *words["DPO"]) in in_words(CLAIMS)
+
+
 def test_the_exploratory_runs_of_stale_are_told_as_what_they_are():
     """Two controls were run outside, so only humanline's two numbers are in the csv."""
     runs = pictures.select(
@@ -505,7 +521,7 @@ def test_the_table_of_runs_that_end_at_several_distances_is_of_the_csv(frontier)
 def test_what_is_said_of_distances_on_stories_follows_from_the_csv(frontier):
     (first, _), (_, far) = frontier["offline, no clip"]
     online, synced = frontier["online"][0][0], frontier["humanline, k = 4"][0][0]
-    assert synced < first < online  # among runs that end near 10 nats: the order that both pages tell
+    assert synced < first < online  # among runs that end near 10 nats: the order of studies.md's table
     kls = script_arms("reported", "kl", "GRPO").mean()
     assert f"{kls['offline + humanline'] / kls['offline']:.1f} times as far" in in_words(STUDIES)
     _, humanline = frontier["humanline, k = 1"][1]
