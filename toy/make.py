@@ -601,7 +601,7 @@ def make_preference_task(task: PreferenceTask, folder: Path) -> list[str]:
     return report + [str(pair) for pair in pairs[:3]]
 
 
-def make_shell_game(folder: Path, seed: int) -> list[str]:
+def make_shell_game(folder: Path, seed: int = 0) -> list[str]:
     """Makes the shell game in `folder`, with other problems and another policy for each seed.
 
     Returns the lines of a report.
