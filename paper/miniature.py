@@ -49,9 +49,10 @@ def make_plan(name: str, plan: study.Plan, out: Path):
     collapsed = before if plan.test else {}  # scores of runs that collapse; a figure has no scores for them
     best, rows = tune(plan, collapsed, at)
     runs = []
-    for arm in plan.arms:
+    for arm in without_losers(plan, rows):
         lr, option = best.get((arm.script, arm.name), (arm.lrs[0], ""))
-        runs += [(arm, lr, seed, f"{option} {data}") for seed in plan.seeds]
+        seeds = [*plan.seeds, *plan.more_seeds.get(arm.panel, ())]
+        runs += [(arm, lr, seed, f"{option} {data}") for seed in seeds]
     reported = rows_of(runs, collapsed, at)
     if trials.commit() != at:
         raise SystemExit(f"error: the code has changed during the runs: go back to {at}, or start again")
@@ -78,6 +79,23 @@ def make_plan(name: str, plan: study.Plan, out: Path):
     write_csv(out / f"{name}_arms.csv", table)
     if plan.test:
         write_csv(out / f"{name}_tests.csv", plan.test(reported))
+
+
+def without_losers(plan: study.Plan, rows: list[dict]) -> list:
+    """Returns the arms of the report: those of `plan.rivals` only if their best choice is the rivals' best.
+
+    rows: of the tuning.
+    """
+    scores = {}  # {(rival, choice): scores of its runs}
+    for row in rows:
+        if row["arm"] in plan.rivals:
+            choice = re.sub(r"--seed \d+", "", row["command"])
+            scores.setdefault((row["arm"], choice), []).append(row.get(plan.metrics[0], -np.inf))
+    if not scores:
+        return plan.arms
+    winner, _ = max(scores, key=lambda key: np.mean(scores[key]))
+    losers = set(plan.rivals) - {winner}
+    return [arm for arm in plan.arms if arm.name not in losers]
 
 
 def tuned_arms(plan: study.Plan) -> list:
@@ -253,7 +271,7 @@ PLANS = study.FIGURES | study.STUDIES
 Name = Literal[*PLANS, "time"]
 
 
-def main(name: Positional[Name], seeds: int = 0, panels: int = 0, write: bool = False):
+def main(name: Positional[Name], seeds: int = 0, panels: int = 0, write: bool = False, keep: bool = False):
     """Makes the files of a plan.
 
     Args:
@@ -261,7 +279,10 @@ def main(name: Positional[Name], seeds: int = 0, panels: int = 0, write: bool = 
         seeds: number of reported runs of an arm (intervals and tests need two); 0: all of the plan.
         panels: number of reported panels, in the order of the plan; 0: all of the plan.
         write: replace the files in paper/results, instead of writing into runs/results.
+        keep: make one run at a time, and add each finished row to paper/results/NAME.jsonl; a later call
+            makes only the rows that are missing there. Nobody reads this file before the last run.
     """
+    trials.KEPT = RESULTS / f"{name}.jsonl" if keep else None
     out = RESULTS if write else ROOT / "runs" / "results"
     if name == "time":
         rows = timed_rows(seeds or 3)
@@ -295,11 +316,12 @@ def count_runs(plan: study.Plan) -> int:
     """Returns the number of runs, for the untrained policies, tuning and report, if no grid grows."""
     panels = {arm.panel for arm in [*plan.tuned, *plan.arms]}
     grids = sum(len(arm.lrs) * len(arm.options) + len(arm.then) for arm in tuned_arms(plan))
-    return (
-        len(plan.before_seeds) * len(panels)
-        + grids * len(plan.tuning_seeds)
-        + len(plan.arms) * len(plan.seeds)
-    )
+    reported = 0
+    for panel in dict.fromkeys(arm.panel for arm in plan.arms):
+        names = {(arm.script, arm.name) for arm in plan.arms if arm.panel == panel}
+        count = len(names) - max(0, len(plan.rivals) - 1)
+        reported += count * (len(plan.seeds) + len(plan.more_seeds.get(panel, ())))
+    return len(plan.before_seeds) * len(panels) + grids * len(plan.tuning_seeds) + reported
 
 
 if __name__ == "__main__":

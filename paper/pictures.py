@@ -50,9 +50,16 @@ def read(folder: Path, name: str) -> list[dict]:
     return rows
 
 
+def reported_rows(folder: Path) -> dict[str, list[dict]]:
+    """Returns the reported rows of the studies in the README's table, {study: rows}."""
+    names = dict.fromkeys(name for table_row in study.README_TABLE for name in table_row.studies)
+    return {name: select(read(folder, name), phase="reported") for name in names}
+
+
 def shown_of(name: str) -> tuple[str, str]:
     """Returns the two metrics that a picture shows."""
-    return ("curve", "eval/accuracy") if name in ("figure7", "stale", "sums") else ("eval/reward", "judge")
+    in_mathematics = name in ("figure7", "stale", "sums", "controls")
+    return ("curve", "eval/accuracy") if in_mathematics else ("eval/reward", "judge")
 
 
 def draw(name: str, folder: Path = RESULTS):
@@ -66,6 +73,8 @@ def figures_of(name: str, folder: Path) -> dict:
     """Draws all pictures of a name. Returns {name of the picture: figure}."""
     if name == "time":
         return {name: draw_time(read(folder, name))}
+    if name == "differences":  # of several studies
+        return {name: draw_differences(study.differences(reported_rows(folder)))}
     rows = [row for row in read(folder, name) if row["phase"] == "reported"]
     lines = [line for line in read(folder, f"{name}_arms") if line["metric"] in shown_of(name)]
     if name == "figure8":
@@ -78,8 +87,9 @@ def figures_of(name: str, folder: Path) -> dict:
         return {name: draw_stories(rows)}
     if name == "baselines":
         return {name: draw_frontier(read(folder, "stories") + read(folder, name))}
-    if name == "sums":
-        return {name: draw_curves(study.over_seeds(rows), lines, over="kinds")}
+    if name in ("sums", "controls"):
+        over = "kinds" if name == "sums" else "games"
+        return {name: draw_curves(study.over_seeds(rows), lines, over)}
     tests = []
     if (folder / f"{name}_tests.csv").exists():
         tests = read(folder, f"{name}_tests")
@@ -449,6 +459,36 @@ def path_of(rows: list[dict]) -> tuple:
     return tuple(columns)
 
 
+DIFFERENCE_COLORS = {  # {column of the README's table: (its label, colour)}
+    "default": ("a default clip or β", "#E69F00"),
+    "control": ("the best simple control", "#0072B2"),
+    "online": ("online", "#009E73"),
+}
+
+
+def draw_differences(lines: list[dict]):
+    """Draws the README's table: humanline minus other arms, with intervals. The grey is within ±MARGIN."""
+    rows = list(dict.fromkeys(line["row"] for line in lines))
+    figure, ax = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    ax.axvspan(-study.MARGIN, study.MARGIN, color="0.9")
+    ax.axvline(0, color="black", linewidth=1)
+    for place, (column, (label, color)) in enumerate(DIFFERENCE_COLORS.items()):
+        cells = select(lines, column=column)
+        heights = [rows.index(line["row"]) + 0.22 * (place - 1) for line in cells]
+        means = [line["difference"] for line in cells]
+        ends = [[line["difference"] - line["low"], line["high"] - line["difference"]] for line in cells]
+        ax.errorbar(
+            means, heights, xerr=np.transpose(ends), fmt="o", color=color, label=f"minus {label}", capsize=3
+        )
+    ax.set_yticks(range(len(rows)), rows)
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.grid(axis="x", alpha=0.3)
+    figure.legend(loc="outside upper center", ncols=3, fontsize=9)
+    meaning = "humanline's mean score minus that of another arm, 95% interval (last two rows: accuracy)"
+    figure.supxlabel(f"{meaning}\nright of 0: humanline is ahead; grey: within ±{study.MARGIN}", fontsize=9)
+    return figure
+
+
 def draw_divergence(rows: list[dict]):
     """Draws the judge's score of every run that did not collapse against its KL from the initial policy."""
     figure, ax = plt.subplots(figsize=(5.5, 4), layout="constrained")
@@ -485,13 +525,14 @@ def draw_time(rows: list[dict]):
 
 
 KNOWN = sorted(path.stem.removesuffix("_arms") for path in RESULTS.glob("*_arms.csv"))
+KNOWN.append("differences")
 
 
 def main(names: tyro.conf.Positional[list[Literal[*KNOWN]]] = KNOWN):
     """Writes pictures.
 
     Args:
-        names: figures, tables or studies; without a name: all that have csv files.
+        names: figures, tables or studies, or differences (the README's table); without a name: all.
     """
     for name in names:
         draw(name)

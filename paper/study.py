@@ -16,7 +16,7 @@ import statsmodels.formula.api as smf
 from scipy.stats import ttest_1samp, wilcoxon
 from statsmodels.stats.weightstats import CompareMeans, DescrStatsW, ttost_paired
 
-from paper.trials import INSTANCES, KINDS, STORIES, TASKS, Arm, arms
+from paper.trials import GAMES, INSTANCES, KINDS, STORIES, TASKS, Arm, arms
 
 PAPERS_EPSILON = "offline, ε 0.5"  # Table 3's ε without humanline
 NARROW = "offline, ε 0.15"  # Table 3's ε with humanline
@@ -35,6 +35,8 @@ class Plan(NamedTuple):
     before_seeds: tuple[int, ...] = (1, 2, 3)  # of the evaluations of the untrained policy
     instances: bool = False  # whether panels are instances of a task, "GRPO 11"; means are over instances
     test: Callable[[list[dict]], list[dict]] | None = None  # of a study: makes its tests of the reported rows
+    more_seeds: dict[str, range] = {}  # further reported seeds of a panel
+    rivals: tuple[str, ...] = ()  # arms of which only the best one of the tuning is reported
     # Whether the grid of a study's arm grows for this arm, until its best learning rate is not at an end. If
     # not, it grows once, for all arms alike.
     grows_by_arm: bool = True
@@ -248,12 +250,12 @@ def judge_at(row: dict, kl: float) -> float:
     return np.nan
 
 
-def on_a_par(rows: list[dict], panel: str, first: str, second: str, metric: str = "judge") -> dict:
+def on_a_par(rows: list[dict], panel: str, first: str, second: str, metric="judge", margin=MARGIN) -> dict:
     """Returns the line of a paired t test, with the p-values of a signed-rank and an equivalence test."""
     scores = [values(rows, panel, arm, metric) for arm in (first, second)]
     line = paired(panel, first, second, scores[0] - scores[1]) | {"metric": metric}
     line["p_signed_rank"] = wilcoxon(*scores).pvalue
-    line["p_equivalent"], *_ = ttost_paired(*scores, -MARGIN, MARGIN)
+    line["p_equivalent"], *_ = ttost_paired(*scores, -margin, margin)
     return line
 
 
@@ -311,6 +313,61 @@ def sums_test(rows: list[dict]) -> list[dict]:
     for both in (("humanline", "ε 0.2"), ("humanline", "no clip"), ("online", "humanline")):
         lines.append(on_a_par(rows, "sums", *both, "late"))
     return holm(lines)
+
+
+def controls_test(rows: list[dict]) -> list[dict]:
+    """Compares humanline with its controls and with the best rival, paired by game (means over seeds).
+
+    Holm's correction is over the first four lines. If p_equivalent is below 0.05, the difference is within
+    ±GAME_MARGIN.
+    """
+    rows = over_instances(rows)
+    (rival,) = {row["arm"] for row in rows if row["arm"] in RIVALS}
+    pairs = [(STALE_HUMANLINE, NO_CLIP_ARM), (STALE_HUMANLINE, SYNC_ALONE), (CLIP_ALONE, NO_CLIP_ARM)]
+    pairs += [(STALE_HUMANLINE, rival), (STALE_HUMANLINE, "ε 0.2"), ("S = 1", STALE_HUMANLINE)]
+    lines = []
+    for both in pairs:
+        lines.append(on_a_par(rows, "game", *both, "curve", GAME_MARGIN))
+    holm(lines[:4])
+    return lines
+
+
+# === The README's table ===
+class Difference(NamedTuple):
+    label: str
+    studies: tuple[str, ...]  # their reported rows
+    panel: str
+    metric: str
+    # Humanline and the arm that it is compared with, or () where that arm was not run
+    default: tuple  # a default clip or β
+    control: tuple  # the best simple control: a tuned clip or β, or no clip
+    online: tuple
+
+
+def differences(rows_of: dict[str, list[dict]]) -> list[dict]:
+    """Returns a line for each cell of the README's table: humanline minus another arm, with a 95% interval.
+
+    Arms are paired by instance. The shell game has one instance, so its arms are compared by seed, by Welch's
+    test. `clipped` is the share of tokens beyond the bounds in the cell's humanline arm.
+
+    rows_of: {study: its reported rows}.
+    """
+    lines = []
+    for table_row in README_TABLE:
+        rows = [row for name in table_row.studies for row in rows_of[name]]
+        if table_row.studies != ("stale",):
+            rows = over_instances(rows)
+        for column in ("default", "control", "online"):
+            both = getattr(table_row, column)
+            if not both:
+                continue
+            if table_row.studies == ("stale",):
+                line = welch(rows, table_row.panel, *both, table_row.metric)
+            else:
+                line = on_a_par(rows, table_row.panel, *both, table_row.metric)
+            shares = values(rows, table_row.panel, both[0], "clipped")
+            lines.append(line | {"row": table_row.label, "column": column, "clipped": shares.mean()})
+    return lines
 
 
 # === Figures ===
@@ -399,6 +456,49 @@ STALE_ARMS = {arm.name: arm for arm in arms("S = 64", "grpo_math", GRPO, STALE, 
 GSPO = ("--epsilon 4e-4", "--epsilon 0.05", "--epsilon 0.2")
 STALE_ARMS["GSPO"] = STALE_ARMS["GSPO"]._replace(options=GSPO)
 STALE_PAIRS = [("S = 64", "humanline, k=16", other) for other in list(STALE)[1:]]
+
+# Old samples again, with controls and with this year's rivals, on several games. Tuning is on the first one.
+STALE_HUMANLINE = "humanline, k=16"
+SYNC_ALONE = "syncing alone, k=16"
+NO_CLIP_ARM = "no clip"
+CLIP_ALONE = "clipping alone"
+RIVALS = ("CISPO", "IcePop", "GSPO", "M2PO", "OAPL", "DPPO", "BAPO")
+GAME_MARGIN = 0.02  # of accuracy
+GAME_LRS = (3e-5, 1e-4, 3e-4, 1e-3)
+CONTROLS = {name: STALE[name] for name in (STALE_HUMANLINE, "ε 0.2", "S = 1", *RIVALS[:4])}
+CONTROLS |= {
+    SYNC_ALONE: "no-clipping",  # as with infinite bounds, but tokens beyond ±1.5 are counted
+    NO_CLIP_ARM: "--no-humanline --epsilon 1e9",
+    CLIP_ALONE: "--k 0 --epsilon 1e9",  # so that ε does not shield ±1.5
+    "OAPL": "oapl --no-humanline --epsilon 1e9",
+    "DPPO": "dppo --no-humanline",
+    "BAPO": "bapo --no-humanline --epsilon 1e9",
+}
+CONTROL_OPTIONS = {  # OAPL's β_2, and the ε of GSPO and DPPO: the published value and another one
+    "GSPO": ("--epsilon 0.05", "--epsilon 0.2"),
+    "OAPL": ("--beta 1e-3", "--beta 0.03"),
+    "DPPO": ("--epsilon 0.15", "--epsilon 0.05"),
+}
+GAME_SETTINGS = (
+    "--system-prompt '' --num-steps 256 --prompts-per-step 16 --temperature 1.0 --max-new-tokens 32 "
+    "--generation-batch-size 256"
+)
+CONTROL_ARMS = []
+for arm in arms("game", "grpo_math", GAME_LRS, CONTROLS, f"{FAST} {CURVE}"):
+    CONTROL_ARMS.append(arm._replace(options=CONTROL_OPTIONS.get(arm.name, ("",))))
+
+
+def of_game(arm: Arm, i: int) -> Arm:
+    """Returns an arm on shell game i. Game 0 is the committed one, whose settings are the script's."""
+    flags = arm.flags
+    if i:
+        folder = f"runs/games/{i}/shell_game"
+        flags = (
+            f"--model {folder}/policy --dataset {folder}/problems_train.jsonl.gz "
+            f"--eval-dataset {folder}/problems_test.jsonl.gz {GAME_SETTINGS} {arm.flags}"
+        )
+    return arm._replace(panel=f"{arm.panel} {i}", flags=flags)
+
 
 SYNC = {"no sync": "--k 0", "k=16": "--k 16"}
 CLIP = {"clip": "", "none": "no-clipping"}
@@ -539,6 +639,13 @@ TUNED_BASELINES = [
 ]
 
 
+# Runs that record their tokens' log-ratios (paper/assumptions.py)
+RECORDED = {}
+for script, flags in (("grpo", "--epsilon 0.15"), ("dpo", "--beta 0.1")):
+    (RECORDED[script],) = arms(script.upper(), script, (), {"humanline": f"log-ratios {FAST} {flags}"})
+(RECORDED["sums"],) = arms("sums", "grpo_math", (), {"humanline": "last-number-log-ratios --sample-every 16"})
+
+
 # Sums, with a chat model that people know: SmolLM2-135M-Instruct (toy/smollm2.py). Samples are used for 16
 # steps. Answers are graded by the number behind the last "=", exactly.
 SUMS_LRS = (3e-6, 1e-5, 3e-5)
@@ -667,6 +774,20 @@ STUDIES = {
         instances=True,
         grows_by_arm=False,
     ),
+    "controls": Plan(
+        [of_game(arm, i) for i in (0, *GAMES) for arm in CONTROL_ARMS],
+        metrics=("curve", "eval/accuracy", "eval/finished", "clipped", "grad_norm_max"),
+        seeds=range(21, 23),
+        more_seeds={"game 0": range(23, 31)},
+        tuning_seeds=(1, 2, 3),
+        data=("--eval-dataset runs/problems_tuning.jsonl", ""),  # the report has the first of the test set
+        tuned=[of_game(arm, 0) for arm in CONTROL_ARMS],
+        rivals=RIVALS,
+        test=controls_test,
+        before_seeds=(21,),
+        instances=True,
+        grows_by_arm=False,
+    ),
     "sums": Plan(
         [of_sums(arm, kind, "held_out") for arm in SUMS_ARMS for kind in KINDS[1:]],
         metrics=("late", "eval/accuracy", "eval/finished"),
@@ -678,3 +799,61 @@ STUDIES = {
         grows_by_arm=False,
     ),
 }
+
+TUNED = "offline + humanline"
+README_TABLE = [
+    Difference(
+        "GRPO, stories (12 sets)",
+        ("stories", "baselines"),
+        "GRPO",
+        "judge",
+        (PAPERS_HUMANLINE, PAPERS_OFFLINE),
+        (HUMANLINE_BETA, TUNED_BETA),
+        (TUNED, "online"),
+    ),
+    Difference(
+        "KTO, stories (12 sets)",
+        ("stories", "baselines"),
+        "KTO",
+        "judge",
+        (PAPERS_HUMANLINE, PAPERS_OFFLINE),
+        (TUNED, "offline"),
+        (TUNED, "online"),
+    ),
+    Difference(
+        "DPO, stories (12 sets), k = 16",
+        ("stories", "baselines"),
+        "DPO",
+        "judge",
+        (TUNED, PAPERS_OFFLINE),
+        (TUNED, "offline"),
+        (TUNED, "online"),
+    ),
+    Difference(
+        "GRPO, tales (20 tasks)",
+        ("tasks",),
+        "GRPO",
+        "judge",
+        (TUNED, PAPERS_EPSILON),
+        (TUNED, UNCLIPPED),
+        (),
+    ),
+    Difference(
+        "shell game, S = 64 (1 task)",
+        ("stale",),
+        "S = 64",
+        "curve",
+        (STALE_HUMANLINE, "ε 0.2"),
+        (STALE_HUMANLINE, "ε 0.8"),
+        (STALE_HUMANLINE, "S = 1"),
+    ),
+    Difference(
+        "SmolLM2, S = 16 (5 kinds), k = 1",
+        ("sums",),
+        "sums",
+        "late",
+        ("humanline", "ε 0.2"),
+        ("humanline", "no clip"),
+        ("humanline", "online"),
+    ),
+]

@@ -43,6 +43,8 @@ TASKS = range(11, 31)  # further seeds, for one study
 # Kinds of problems of toy/sums.py: the first for tuning, the others for the report.
 KINDS = ("plus", "plus_small", "plus_large", "minus", "plus_tens", "times")
 STORIES = (1, 2, *range(11, 23))  # seeds of the stories' task: two for tuning, twelve for the report
+GAMES = range(1, 6)  # seeds of toy/make.py: further shell games, with other problems and another policy
+KEPT = None  # a file of finished rows (Path), which are not made again; None: none
 # --model starts with Table 3's settings, which differ between variants. All arms of a study have these
 # instead.
 COMMON = {
@@ -94,6 +96,8 @@ for toy in ("tales", "low_entropy"):
     PREPARE[f"runs/{toy}_report.jsonl"] = f"{chosen} -vE {TOPICS} > runs/{toy}_report.jsonl"
 for i in (*INSTANCES, *TASKS):
     PREPARE[f"runs/instances/{i}/"] = f"python toy/make.py --tasks tales --seed {i} --out runs/instances/{i}"
+for i in GAMES:
+    PREPARE[f"runs/games/{i}/"] = f"python toy/make.py --tasks shell_game --seed {i} --out runs/games/{i}"
 for i in STORIES:
     PREPARE[f"runs/stories/{i}/"] = f"python toy/make.py --tasks stories --seed {i} --out runs/stories/{i}"
 PREPARE["runs/smollm2 "] = "python toy/smollm2.py runs/smollm2"
@@ -184,11 +188,21 @@ def start(line: str, folder: Path):
 
 
 def processor() -> str:
-    """Returns the kind of processor on which a row repeats to the last digit, for example "x86_64 AVX2".
+    """Returns the processor's name, model and instructions: "Intel(R) Xeon(R) Processor, model 207, AVX512".
 
-    Other instructions round in another way.
+    On processors of one name and model a row repeats to the last digit. Equal instructions are not enough: on
+    an AMD and an Intel with AVX512, rows in bf16 differ.
     """
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    found = dict(re.findall(r"^(model name|model)\s*: (.+)", cpu_info(), re.MULTILINE))
+    name = found.get("model name") or platform.processor() or platform.machine()
+    model = f", model {found['model']}" if "model" in found else ""
+    return f"{name}{model}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def cpu_info() -> str:
+    """Returns what Linux says of the processors, or "" on another system."""
+    path = Path("/proc/cpuinfo")
+    return path.read_text() if path.exists() else ""
 
 
 def shell(line: str) -> subprocess.CompletedProcess:
@@ -199,9 +213,34 @@ def shell(line: str) -> subprocess.CompletedProcess:
 
 
 def rows_of(runs: list[tuple], at: str) -> list[dict]:
-    """Returns the csv rows of runs, (arm, learning rate, seed, further flags), after making those runs."""
-    run_all([command(*one) for one in runs], at)
-    return [row_of(*one, at) for one in runs]
+    """Returns the csv rows of runs, (arm, learning rate, seed, further flags), after making those runs.
+
+    If KEPT is a file, one run is made at a time. Its row is added to KEPT as soon as it has finished. Rows in
+    KEPT of the same command and commit are not made again, so a later call continues, on any machine.
+    """
+    if KEPT is None:
+        run_all([command(*one) for one in runs], at)
+        return [row_of(*one, at) for one in runs]
+    rows = kept_rows()
+    for one in runs:
+        line = command(*one)
+        key = (line, at, one[0].panel, one[0].name)
+        if key not in rows:
+            run_all([line], at)
+            rows[key] = row_of(*one, at)
+            with KEPT.open("a") as file:
+                file.write(json.dumps(rows[key], ensure_ascii=False) + "\n")
+    return [rows[command(*one), at, one[0].panel, one[0].name] for one in runs]
+
+
+def kept_rows() -> dict[tuple, dict]:
+    """Returns the rows in KEPT, {(command, commit, panel, arm): row}."""
+    rows = {}
+    if KEPT.exists():
+        for line in KEPT.read_text().splitlines():
+            row = json.loads(line)
+            rows[row["command"], row["commit"], row["panel"], row["arm"]] = row
+    return rows
 
 
 def row_of(arm: Arm, lr: float, seed: int, more: str, at: str) -> dict:

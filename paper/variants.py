@@ -1,4 +1,4 @@
-"""Trains with another method, which replaces one function of a script.
+"""Trains with another method, which replaces one or two functions of a script.
 
     python paper/variants.py sampling grpo_humanline --k 16
     torchrun paper/variants.py cispo grpo_math_humanline --sample-every 64 --no-humanline --epsilon 1e9
@@ -10,9 +10,10 @@ policy that has sampled. Variants that bring their own bound need `--no-humanlin
 other bound is left.
 
 To add a variant, write a function with the arguments and results of the script's function, and add both names
-to VARIANTS.
+to VARIANTS. The metric grpo/clip_fraction counts the tokens whose policy gradient the variant stops.
 """
 
+import json
 import math
 import re
 import sys
@@ -24,18 +25,20 @@ from zlib import crc32
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import utils  # noqa: E402
 from support import run  # noqa: E402
 
-# The step and the tokens of the micro-batch that calls a replaced function
-LAST = SimpleNamespace(step=0, input_ids=None, mask=None)
+# The run's settings, and of the micro-batch that calls a replaced function: its step, its tokens, and their
+# log-probs under the policy, (B, T)
+LAST = SimpleNamespace(args=None, step=0, input_ids=None, mask=None, logps=None)
 
 
 def remember_micro_batches(script):
-    """Keeps in LAST what `clip_log_ratio` does not get as arguments."""
-    draw_batch, pad_batch = script.draw_batch, utils.pad_batch
+    """Keeps in LAST what the replaced functions do not get as arguments."""
+    draw_batch, pad_batch, token_logps = script.draw_batch, utils.pad_batch, utils.token_logps
 
     def draw_and_remember(groups, number, size, seed):
         LAST.step = (seed, number)
@@ -45,7 +48,47 @@ def remember_micro_batches(script):
         LAST.input_ids, LAST.mask = pad_batch(examples, device)
         return LAST.input_ids, LAST.mask
 
+    def compute_and_remember(*arguments):
+        logps = token_logps(*arguments)
+        LAST.logps = logps.detach()  # a script asks for the policy's log-probs last
+        return logps
+
     script.draw_batch, utils.pad_batch = draw_and_remember, pad_and_remember
+    utils.token_logps = compute_and_remember
+
+
+def count_stopped_tokens(script):
+    """Makes grpo/clip_fraction the fraction of tokens with an advantage but no policy gradient."""
+    grpo_metrics = script.grpo_metrics
+
+    def metrics_with_stopped(losses, clipped_log_ratio, log_ratio, advantages, epsilon):
+        stopped = stopped_tokens(script, log_ratio, advantages, epsilon)
+        metrics = grpo_metrics(losses, clipped_log_ratio, log_ratio, advantages, epsilon)
+        return metrics | {"grpo/clip_fraction": stopped.double()}
+
+    script.grpo_metrics = metrics_with_stopped
+
+
+def stopped_tokens(script, log_ratio, advantages, epsilon):
+    """Returns which tokens have an advantage, but no gradient of the loss without its KL penalty, (B, T)."""
+    constant = log_ratio.detach()  # the penalty is computed from it, so it has no gradient
+    variable = constant.clone().requires_grad_()
+    clipped = script.clip_log_ratio(LAST.args, variable)
+    losses = script.grpo_loss(clipped, constant, advantages, LAST.args.beta, epsilon)
+    (gradient,) = torch.autograd.grad((losses * LAST.mask).sum(), variable)
+    return (gradient == 0) & (advantages.unsqueeze(-1) != 0)
+
+
+# === Recording ===
+EDGES = np.linspace(-20.0, 20.0, 801)  # of bins of log-ratios; values beyond an end count in the last bin
+COUNTS = np.zeros(len(EDGES) - 1, int)  # tokens of all steps
+
+
+def record_log_ratios(args, log_ratio):
+    """Clips as the scripts do, and counts the tokens' log-ratios before clipping in COUNTS."""
+    values = log_ratio.detach()[LAST.mask > 0].clamp(EDGES[0], EDGES[-1])
+    COUNTS[:] += np.histogram(values.double().cpu(), EDGES)[0]
+    return log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)
 
 
 # === Clipping ===
@@ -101,9 +144,6 @@ def gspo(args, log_ratio):
 
 
 # === Losses of GRPO ===
-# The metric grpo/clip_fraction still counts the tokens that the script's clip to 1 ± ε would stop.
-
-
 def clip_higher(clipped_log_ratio, log_ratio, advantages, beta, epsilon, upper):
     """Computes DAPO's loss (2503.14476, eq. 10): the upper bound of the ratio is `upper`, not 1 + ε."""
     A = advantages.unsqueeze(-1)
@@ -144,6 +184,79 @@ def m2po(clipped_log_ratio, log_ratio, advantages, beta, epsilon, limit=0.04):
     return penalty(log_ratio, beta) - A * torch.where(removed, ratio.detach(), ratio)
 
 
+def dppo(clipped_log_ratio, log_ratio, advantages, beta, epsilon):
+    """Computes DPPO's loss with the binary total variation (2602.04879).
+
+    A token loses its gradient if its probability has moved by more than δ in the direction of its advantage:
+    π_θ - π_old > δ where A > 0, and π_old - π_θ > δ where A < 0. --epsilon is δ (paper: 0.15).
+
+    The same is in verl (`compute_policy_loss_dppo_tv`), which also truncates the ratio at 20.
+    """
+    A = advantages.unsqueeze(-1)
+    ratio = clipped_log_ratio.exp()
+    change = LAST.logps.exp() - (LAST.logps - log_ratio.detach()).exp()
+    removed = A.sign() * change > epsilon
+    return penalty(log_ratio, beta) - A * torch.where(removed, ratio.detach(), ratio)
+
+
+def bapo(clipped_log_ratio, log_ratio, advantages, beta, epsilon, target=0.4):
+    """Computes BAPO's loss (2510.18927, eq. 8 and Algorithm 1): each batch has its own bounds of the clip.
+
+    Tokens with A > 0 are to bring the fraction `target` of the loss, where tokens weigh by their probability
+    under the policy that has sampled. Until then, the upper bound grows from 1.2 to 3 in steps of 0.05, and
+    afterwards the lower bound from 0.6 to 0.9 in steps of 0.02. (A higher lower bound stops more tokens with
+    A < 0, but cannot raise the fraction.) A micro-batch, which is the whole batch on the toy, has one pair of
+    bounds.
+
+    The authors' code (WooooDyy/BAPO, 7287044) has no such weights, moves the lower bound first, and has other
+    ranges.
+    """
+    A = advantages.unsqueeze(-1)
+    ratio = clipped_log_ratio.exp()
+    weights = (LAST.logps - log_ratio.detach()).exp() * A.abs() * LAST.mask
+    low, high = 0.6, 1.2
+    while positive_fraction(ratio.detach(), weights, A, low, high) < target:
+        if high + 0.05 < 3.0 + 1e-9:  # against rounding
+            high += 0.05
+        elif low + 0.02 < 0.9 + 1e-9:
+            low += 0.02
+        else:
+            break
+    return penalty(log_ratio, beta) - torch.minimum(A * ratio, A * ratio.clamp(low, high))
+
+
+def positive_fraction(ratio, weights, A, low: float, high: float):
+    """Returns the left side of BAPO's eq. 8: the fraction of the clipped loss that tokens with A > 0 have."""
+    positive = (weights * ratio.clamp(max=high))[(A > 0).expand_as(ratio)].sum()
+    negative = (weights * ratio.clamp(min=low))[(A < 0).expand_as(ratio)].sum()
+    return positive / (positive + negative)
+
+
+def optimal_advantages(rewards, beta_1=1.0, best=10.0):
+    """Computes OAPL's advantages (2602.19362, eq. 2): A* = r - V*, with V* = β_1 log(mean of exp(r / β_1)).
+
+    The mean is over the samples of a problem. r is the reward as a fraction of the best one, as in the paper,
+    where right answers have 1. grpo_math's best reward is 10.
+
+    rewards: (groups, G).
+    """
+    r = rewards / best
+    value = beta_1 * ((r / beta_1).logsumexp(1, keepdim=True) - math.log(r.shape[1]))
+    return r - value
+
+
+def oapl(clipped_log_ratio, log_ratio, advantages, beta, epsilon):
+    """Computes OAPL's loss (2602.19362, eq. 3): (β_2 log π_θ(y|x)/π_old(y|x) - A*)² of each sample y.
+
+    --beta is β_2; there is no other penalty and no clip. Each token of a sample carries the loss over the
+    length. So the script's mean over tokens is the mean over samples, divided by their mean length.
+    """
+    lengths = LAST.mask.sum(-1, keepdim=True)  # (B, 1)
+    of_samples = (clipped_log_ratio * LAST.mask).sum(-1, keepdim=True)
+    losses = (beta * of_samples - advantages.unsqueeze(-1)) ** 2
+    return (losses / lengths).expand_as(log_ratio)
+
+
 def no_reference(clipped_log_ratio, log_ratio, advantages, beta, epsilon):
     """Computes -A log π_θ, without the reference: no ratio, no clip, no KL penalty.
 
@@ -156,7 +269,22 @@ def no_reference(clipped_log_ratio, log_ratio, advantages, beta, epsilon):
 
 def penalty(log_ratio, beta):
     """Computes the script's KL penalty, β·k3."""
-    return beta * ((-log_ratio).exp() + log_ratio - 1)
+    return beta * (torch.expm1(-log_ratio) + log_ratio)  # exp(-x) - 1 would lose its digits near 0
+
+
+# === Loss of DPO ===
+def hypo(log_ratio, mask, beta):
+    """Computes HyPO's loss (2602.11902): -log σ(β (Δ_θ - max(0, Δ_ref))), without humanline.
+
+    Δ is the log-prob of the chosen completion minus that of the rejected one. DPO's margin is Δ_θ - Δ_ref, to
+    which this adds min(0, Δ_ref): a reference that prefers the rejected completion counts as neutral.
+    """
+    rewards = beta * (log_ratio * mask).sum(-1)  # (2P,)
+    chosen, rejected = rewards.chunk(2)
+    ref_logps = (LAST.logps - log_ratio.detach()) * mask
+    ref_chosen, ref_rejected = ref_logps.sum(-1).chunk(2)
+    margin = chosen - rejected + beta * (ref_chosen - ref_rejected).clamp(max=0)
+    return -F.logsigmoid(margin), rewards.detach()
 
 
 # === Grading ===
@@ -195,17 +323,23 @@ def sync_after_update(script):
     script.clip_log_ratio = no_clipping
 
 
-VARIANTS = {  # {name: (a function of the script, what replaces it)}
-    "no-clipping": ("clip_log_ratio", no_clipping),
-    "sampling": ("clip_log_ratio", humanline_sampling),
-    "clip-higher-1.28": ("grpo_loss", partial(clip_higher, upper=1.28)),
-    "clip-higher-1.5": ("grpo_loss", partial(clip_higher, upper=1.5)),
-    "cispo": ("grpo_loss", cispo),
-    "icepop": ("clip_log_ratio", icepop),
-    "gspo": ("clip_log_ratio", gspo),
-    "m2po": ("grpo_loss", m2po),
-    "last-number": ("GRADE", grade_last_number),
-    "no-reference": ("grpo_loss", no_reference),
+VARIANTS = {  # {name: {a function of the script: what replaces it}}
+    "no-clipping": {"clip_log_ratio": no_clipping},
+    "sampling": {"clip_log_ratio": humanline_sampling},
+    "clip-higher-1.28": {"grpo_loss": partial(clip_higher, upper=1.28)},
+    "clip-higher-1.5": {"grpo_loss": partial(clip_higher, upper=1.5)},
+    "cispo": {"grpo_loss": cispo},
+    "icepop": {"clip_log_ratio": icepop},
+    "gspo": {"clip_log_ratio": gspo},
+    "m2po": {"grpo_loss": m2po},
+    "dppo": {"grpo_loss": dppo},
+    "bapo": {"grpo_loss": bapo},
+    "oapl": {"grpo_loss": oapl, "group_advantages": optimal_advantages},
+    "hypo": {"dpo_loss": hypo},
+    "last-number": {"GRADE": grade_last_number},
+    "log-ratios": {"clip_log_ratio": record_log_ratios},
+    "last-number-log-ratios": {"GRADE": grade_last_number, "clip_log_ratio": record_log_ratios},
+    "no-reference": {"grpo_loss": no_reference},
 }
 
 
@@ -219,15 +353,26 @@ def main(words: list[str]):
     if name == "trust-region":
         sync_after_update(script)
     else:
-        function, replacement = VARIANTS[name]
-        if not hasattr(script, function):
-            raise SystemExit(f"error: {script_name} has no {function}, which {name} would replace")
-        remember_micro_batches(script)
-        setattr(script, function, replacement)
+        replace_functions(script, name)
     with run.exit_on_input_error():
-        script.main(
-            run.parse_args(script.Args, script.__file__, script.__doc__, **defaults(script), flags=flags)
+        LAST.args = run.parse_args(
+            script.Args, script.__file__, script.__doc__, **defaults(script), flags=flags
         )
+        script.main(LAST.args)
+        if COUNTS.any():
+            run.write_file(Path(LAST.args.output_dir) / "log_ratios.json", json.dumps(COUNTS.tolist()))
+
+
+def replace_functions(script, name: str):
+    """Replaces the functions of a script that the variant is about."""
+    for function, replacement in VARIANTS[name].items():
+        if not hasattr(script, function):
+            raise SystemExit(f"error: {script.__name__} has no {function}, which {name} would replace")
+        setattr(script, function, replacement)
+    remember_micro_batches(script)
+    changes_gradient = {"clip_log_ratio", "grpo_loss"} & VARIANTS[name].keys()
+    if changes_gradient and not name.endswith("log-ratios") and hasattr(script, "grpo_metrics"):
+        count_stopped_tokens(script)
 
 
 def defaults(script) -> dict:

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import statsmodels.formula.api as smf
 from conftest import ROOT
-from scipy.stats import ttest_1samp
+from scipy.stats import linregress, t, ttest_1samp, ttest_ind
 from test_study import reported
 
 from paper import learning, pictures, study
@@ -21,7 +21,7 @@ NUMBER = r"[−-]?\d*\.\d+"
 INTERVAL = rf"({NUMBER}) \[({NUMBER}),\s+({NUMBER})\]"  # a difference and its 95% interval
 HALF = rf"({NUMBER}) ± ({NUMBER})"  # a mean and half of its interval
 
-VERDICTS = ("holds", "open", "reversed", "on a par", "not told apart", "not run")
+VERDICTS = ("holds", "open", "reversed", "on a par", "not told apart", "not run", "no test")
 
 # Comparisons of two arms that were chosen after the runs: (panel, first, second, metric).
 POST_HOC = {
@@ -115,6 +115,22 @@ def of_a_doubling() -> tuple:
     return fit.params["np.log2(k)"], *fit.conf_int().loc["np.log2(k)"]
 
 
+def of_the_last_steps() -> tuple:
+    """By how much more humanline gains than ε 0.2 from step 16 to step 32 of sums, paired by kind."""
+    gains = by_instance("sums", "sums", "eval/accuracy@32") - by_instance("sums", "sums", "eval/accuracy@16")
+    more = gains["humanline"] - gains["ε 0.2"]
+    return more.mean(), *ttest_1samp(more, 0).confidence_interval()
+
+
+def at_equal_shares() -> tuple:
+    """Returns GRPO's lead on stories at equal shares of texts that end, half of its interval, and r²."""
+    scores, ended = (by_instance("baselines", "GRPO", column) for column in ("judge", "finished"))
+    both = ["humanline, tuned β", "offline, no clip, tuned β"]
+    lead, more = (table[both[0]] - table[both[1]] for table in (scores, ended))
+    fit = linregress(more, lead)
+    return fit.intercept, fit.intercept_stderr * t.ppf(0.975, len(lead) - 2), fit.rvalue**2
+
+
 @pytest.fixture(scope="module")
 def differences() -> list[tuple]:
     """(difference, low, high) of planned tests, and of what was compared after the runs."""
@@ -127,7 +143,7 @@ def differences() -> list[tuple]:
     lines += across_studies()
     lines += study.syncing_test([row for row in reported("syncing") if row["arm"] != failing])
     found = [(line["difference"], line["low"], line["high"]) for line in lines]
-    found += [*paired_intervals(), of_syncing_at_the_narrow_epsilon(), of_a_doubling()]
+    found += [*paired_intervals(), of_syncing_at_the_narrow_epsilon(), of_a_doubling(), of_the_last_steps()]
     return found + [(-middle, -high, -low) for middle, low, high in found]
 
 
@@ -208,7 +224,7 @@ def test_what_the_reviewers_asked_is_answered_by_the_csvs_of_the_linked_studies(
 
 @pytest.mark.parametrize("text", [CLAIMS, STUDIES, README], ids=["replication.md", "studies.md", "README"])
 def test_every_interval_of_the_text_follows_from_a_csv(text, differences):
-    halves = [pair for name in NAMES for pair in numbers_of(name)[1]]
+    halves = [pair for name in NAMES for pair in numbers_of(name)[1]] + [at_equal_shares()[:2]]
     for pattern, known in ((INTERVAL, differences), (HALF, halves)):
         for words in re.findall(pattern, text):
             assert is_among(words, known), words
@@ -251,28 +267,158 @@ def ends(arm: str, flags: str) -> tuple[float, float]:
     return runs.judge.mean(), runs.kl.mean()
 
 
-def test_the_readmes_table_has_the_mean_scores_and_distances_of_both_studies():
-    table = pd.DataFrame(study.over_instances(reported("stories") + reported("baselines")))
-    means = table.groupby(["panel", "arm"])[["judge", "kl"]].mean()
+def by_instance(name: str, panel: str, metric: str) -> pd.DataFrame:
+    """Returns the reported scores of a study: a row for each instance, a column for each arm."""
+    table = pd.read_csv(pictures.RESULTS / f"{name}.csv")
+    table = table[(table.phase == "reported") & table.panel.str.startswith(f"{panel} ")]
+    return table.pivot_table(metric, "panel", "arm")
+
+
+def cell(differences: np.ndarray) -> str:
+    """Returns a cell of the README's table, from the differences of instances."""
+    low, high = ttest_1samp(differences, 0).confidence_interval()
+    return in_brackets(differences.mean(), low, high)
+
+
+def in_brackets(mean: float, low: float, high: float) -> str:
+    """Returns "+0.40 [0.38, 0.41]", in bold if 0 is outside."""
+    words = f"{mean:+.2f} [{low:.2f}, {high:.2f}]".replace("-", "−")
+    first, _, rest = words.partition(" ")
+    return f"**{first}** {rest}" if low > 0 or high < 0 else words
+
+
+def test_the_readmes_table_of_differences_is_recomputed_from_the_csvs():
+    """Not by paper/study.py: pandas and scipy read the csvs, and every cell is compared with the README."""
+    expected = {}
     for script in ("GRPO", "KTO", "DPO"):
-        arms = [study.PAPERS_OFFLINE, study.PAPERS_HUMANLINE, "offline", "offline + humanline", "online"]
-        if script == "GRPO":  # here β is tuned too
-            arms[2:4] = study.TUNED_BETA, study.HUMANLINE_BETA
-        cells = []
-        for arm in arms:
-            score, kl = means.loc[script, arm]
-            cells.append(f"{score:.2f} ({kl:.0f})" if kl >= 1 else f"{score:.2f} ({kl:.1f})")
-        assert f"| {script} | {' | '.join(cells)} |" in README
+        of_both = [by_instance(name, script, "judge") for name in ("stories", "baselines")]
+        scores = of_both[0].join(of_both[1])
+        papers = scores["humanline, paper's ε and β"]
+        tuned, best = scores["offline + humanline"], scores.offline
+        if script == "DPO":
+            papers = tuned  # k = 16
+        leads = [papers - scores["offline, paper's ε and β"], tuned - best, tuned - scores.online]
+        if script == "GRPO":
+            leads[1] = scores["humanline, tuned β"] - scores["offline, no clip, tuned β"]
+        assert len(scores) == 12
+        expected[f"{script}, stories"] = [cell(lead) for lead in leads]
+    scores = by_instance("tasks", "GRPO", "judge")
+    tuned = scores["offline + humanline"]
+    expected["GRPO, tales"] = [cell(tuned - scores[arm]) for arm in ("offline, ε 0.5", "offline, no clip")]
+    curves = pd.DataFrame(reported("stale")).groupby("arm").curve.apply(np.array)
+    expected["shell game"] = []
+    for arm in ("ε 0.2", "ε 0.8", "S = 1"):
+        both = (curves["humanline, k=16"], curves[arm])
+        interval = ttest_ind(*both, equal_var=False).confidence_interval()
+        expected["shell game"].append(in_brackets(both[0].mean() - both[1].mean(), *interval))
+    scores = by_instance("sums", "sums", "late")
+    expected["SmolLM2"] = [cell(scores.humanline - scores[arm]) for arm in ("ε 0.2", "no clip", "online")]
+
+    section = README.partition("\n## Does it work?")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| [")]
+    found = {re.match(r"\[(.+?)\]", head)[1]: cells for head, *cells, _ in rows}
+    assert found.keys() == expected.keys()
+    checked = 0
+    for name, cells in expected.items():
+        for words, shown in zip(cells, found[name]):
+            assert re.match(re.escape(words) + r"($|,| [*†‡§])", shown), (name, words, shown)
+            checked += 1
+    assert checked == 17 and found["GRPO, tales"][2] == "not run"
+    assert "no clip: not run" in found["shell game"][1]
 
 
-def test_the_readmes_row_of_sums_has_the_mean_accuracies_of_the_study():
+def test_the_readme_tells_of_each_row_how_many_tokens_the_clip_met():
+    arms = {
+        ("stories", "GRPO"): "offline + humanline",
+        ("stories", "KTO"): "offline + humanline",
+        ("stories", "DPO"): "offline + humanline",
+        ("tasks", "GRPO"): "offline + humanline",
+        ("stale", "S"): "humanline, k=16",
+        ("sums", "sums"): "humanline",
+    }
+    shares = re.findall(r"\| (\de-\d) \|$", README, re.MULTILINE)
+    for (name, panel), arm in arms.items():
+        table = pd.DataFrame(reported(name))
+        runs = table[(table.arm == arm) & table.panel.str.startswith(f"{panel} ")]
+        assert f"{runs.clipped.mean():.0e}".replace("e-0", "e-") == shares.pop(0)
+    assert not shares
+
+
+def test_the_picture_of_differences_shows_the_numbers_of_the_readme():
+    lines = study.differences(pictures.reported_rows(pictures.RESULTS))
+    assert len(lines) == 17
+    for line in lines:
+        assert in_brackets(line["difference"], line["low"], line["high"]) in README
+
+
+def test_the_lead_of_humanline_follows_the_share_of_texts_that_end():
+    lead, half, r_squared = at_equal_shares()
+    assert r_squared == pytest.approx(0.73, abs=0.005)
+    words = f"{lead:.3f} ± {half:.3f}"
+    both = ["humanline, tuned β", "offline, no clip, tuned β"]
+    shares = by_instance("baselines", "GRPO", "finished")[both].mean()
+    for text in (README, CLAIMS, STUDIES):
+        assert words in in_words(text)
+    assert f"{shares.iloc[0]:.2f} of its texts end and {shares.iloc[1]:.2f} of the control's" in in_words(
+        README
+    )
+
+
+def test_the_draws_on_which_kto_falls_stay_above_the_untrained_policy():
+    scores = script_arms("reported", "judge", "KTO")[["offline", "offline + humanline"]]
+    lowest = scores[scores.max(axis=1) < 0.55]
+    assert list(lowest.index) == ["KTO 11", "KTO 13", "KTO 16", "KTO 22"]
+    words = f"to {lowest.to_numpy().min():.2f} to {lowest.to_numpy().max():.2f} at 136 to 242 nats"
+    assert words in in_words(STUDIES) and lowest.to_numpy().min() > 0.24
+    assert scores.drop(lowest.index).to_numpy().min() > 0.6
+
+
+def test_what_the_readme_says_of_the_default_clip_follows_from_the_csvs():
+    """A wider clip or none gives four fifths of humanline's lead on stories, and all of it elsewhere."""
+    scores = by_instance("stories", "GRPO", "judge").join(by_instance("baselines", "GRPO", "judge")).mean()
+    gain = scores["offline, no clip, tuned β"] - scores["offline, paper's ε and β"]
+    lead = scores["humanline, paper's ε and β"] - scores["offline, paper's ε and β"]
+    assert 0.75 < gain / lead < 0.85
+    tales = by_instance("tasks", "GRPO", "judge").mean()
+    assert tales["offline, no clip"] > tales["offline + humanline"]
+    game = pd.DataFrame(reported("stale")).groupby("arm").curve.mean()
+    assert game["ε 0.8"] > game["humanline, k=16"]
+
+
+def test_the_readmes_accuracies_of_sums_are_those_of_the_study():
     table = pd.DataFrame(study.over_instances(reported("sums")))
     means = table.groupby("arm").late.mean()
     (before,) = pictures.select(
         pictures.read(pictures.RESULTS, "sums_arms"), panel="sums", arm="untrained", metric="late"
     )
-    shown = [before["mean"], *means[["ε 0.2", "no clip", "humanline", "online"]]]
-    assert f"| {' | '.join(f'{mean:.2f}' for mean in shown)} |" in README
+    words = f"is {before['mean']:.2f} before training, {means['ε 0.2']:.2f} with ε 0.2 (GRPO's usual clip), "
+    words += f"{means['no clip']:.2f} without a clip, {means['humanline']:.2f} with humanline"
+    assert f"{words} and {means['online']:.2f} online." in in_words(README)
+
+
+def test_the_share_of_tokens_beyond_the_bounds_rises_with_k_as_replication_says():
+    """The runs of the tuning with humanline at 3e-4, with the first ε or β."""
+    table = pd.read_csv(pictures.RESULTS / "stories.csv")
+    table = table[(table.phase == "tuning") & (table.arm == "offline + humanline") & (table.lr == 3e-4)]
+    table = table[table.command.str.count("--epsilon 0.15|--beta 0.1 |--beta 0.1$") > 0]
+    first = table[table.command.str.count("--epsilon") + table.command.str.count("--beta") == 1]
+    k = first.command.str.extract(r"--k (\d+)", expand=False).astype(int)
+    shares = first.groupby([first.panel.str.split().str[0], k]).clipped.mean()
+    words = {}
+    for script in ("GRPO", "DPO"):
+        assert shares[script].is_monotonic_increasing
+        words[script] = [f"{share:.0e}".replace("e-0", "e-") for share in shares[script][[1, 16]]]
+    said = "from {} (k = 1) to {} (k = 16) in GRPO, and from {} to {} in DPO"
+    assert said.format(*words["GRPO"], *words["DPO"]) in in_words(CLAIMS)
+
+
+def test_the_exploratory_runs_of_stale_are_told_as_what_they_are():
+    """Two controls were run outside, so only humanline's two numbers are in the csv."""
+    runs = pictures.select(
+        pictures.read(pictures.RESULTS, "stale"), phase="tuning", arm="humanline, k=16", lr=1e-4
+    )
+    first, second, _ = (row["curve"] for row in runs)
+    assert f"humanline had {first:.3f} and {second + 1e-9:.3f}" in in_words(STUDIES)
 
 
 def tuned(arm: str) -> dict[tuple, float]:
@@ -311,7 +457,7 @@ def test_what_is_said_of_the_tuning_and_the_draws_of_baselines_follows_from_the_
     words = f"differ by up to {again.abs().max():.3f} on a draw, and by {abs(again.mean()):.3f} in the mean"
     assert words in in_words(STUDIES)
     own = table[table.arm == study.OWN_RATE].judge.mean()
-    assert f"At a lower rate, 1e-4, it has {own:.2f}." in in_words(README)
+    assert own > table[table.arm == study.PAPERS_OFFLINE].loc[table.script == "DPO"].judge.mean()
     dpo = ends_of_dpo()
     words = f"this pair had {dpo['k 1', 3e-4]:.3f}, and k = 1 had {dpo['k 1', 1e-4]:.3f} at 1e-4"
     assert words in in_words(STUDIES)
@@ -375,8 +521,7 @@ def test_the_table_of_runs_that_end_at_several_distances_is_of_the_csv(frontier)
 def test_what_is_said_of_distances_on_stories_follows_from_the_csv(frontier):
     (first, _), (_, far) = frontier["offline, no clip"]
     online, synced = frontier["online"][0][0], frontier["humanline, k = 4"][0][0]
-    words = f"online {online:.3f}, offline {first:.3f}, humanline with k = 4 {synced:.3f}"
-    assert words in in_words(CLAIMS)
+    assert synced < first < online  # among runs that end near 10 nats: the order of studies.md's table
     kls = script_arms("reported", "kl", "GRPO").mean()
     assert f"{kls['offline + humanline'] / kls['offline']:.1f} times as far" in in_words(STUDIES)
     _, humanline = frontier["humanline, k = 1"][1]

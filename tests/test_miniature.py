@@ -126,3 +126,15 @@ def test_the_quarters_hold_the_rows_of_their_log_probs(tmp_path):
     for i, quarter in enumerate(np.argsort(averages).reshape(4, 10), 1):
         found = read_rows(tmp_path / "out" / f"quartile{i}.jsonl")
         assert found == [rows[place] for place in sorted(quarter)]
+
+
+def test_a_row_has_the_processors_own_name(monkeypatch):
+    """An AMD and an Intel may have the same instructions, but rows in bf16 differ."""
+    capability = trials.torch.backends.cpu.get_cpu_capability()
+    for vendor in ("AMD EPYC 9R14", "Intel(R) Xeon(R) Processor"):
+        info = f"processor\t: 0\nmodel\t\t: 143\nmodel name\t: {vendor}\n" * 2
+        monkeypatch.setattr(trials, "cpu_info", lambda info=info: info)
+        assert trials.processor() == f"{vendor}, model 143, {capability}"
+    monkeypatch.setattr(trials, "cpu_info", lambda: "processor\t: 0\n")  # as on some ARM machines
+    other = trials.platform.processor() or trials.platform.machine()
+    assert trials.processor() == f"{other}, {capability}"

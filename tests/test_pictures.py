@@ -7,7 +7,7 @@ import pytest
 from matplotlib import pyplot as plt
 from test_study import reported
 
-from paper import loop, pictures
+from paper import loop, pictures, study
 
 # These have their own tests.
 OTHERS = ("figure8", "time", "instances", "tasks", "stories", "baselines", "sums")
@@ -126,6 +126,24 @@ def test_the_curves_of_sums_are_the_means_of_kinds_from_the_untrained_model_on(a
         means = [np.mean([before[row["panel"]] for row in of_arm])]
         means += [np.mean([row[f"eval/accuracy@{step}"] for row in of_arm]) for step in (16, 32)]
         np.testing.assert_allclose(line.get_data(), ([0, 16, 32], means))
+
+
+def test_differences_are_a_dot_and_an_interval_for_every_cell_of_the_readmes_table(axes_of):
+    lines = study.differences(pictures.reported_rows(pictures.RESULTS))
+    (axes,) = axes_of("differences")
+    labels = [text.get_text() for text in axes.get_yticklabels()]
+    assert labels == [table_row.label for table_row in study.README_TABLE]
+    drawn = 0
+    for container, column in zip(axes.containers, ("default", "control", "online"), strict=True):
+        dots, _, (bars,) = container.lines
+        cells = pictures.select(lines, column=column)
+        for x, y, bar, line in zip(*dots.get_data(), bars.get_segments(), cells, strict=True):
+            assert labels[round(y)] == line["row"]
+            assert (x, *bar[:, 0]) == pytest.approx([line[key] for key in ("difference", "low", "high")])
+            drawn += 1
+    assert drawn == len(lines) == 17
+    grey = axes.patches[0].get_bbox()
+    assert (grey.x0, grey.x1) == (-0.05, 0.05)
 
 
 def test_the_picture_of_the_loop_is_what_its_script_draws(tmp_path, monkeypatch):

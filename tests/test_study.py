@@ -25,6 +25,7 @@ ABOUT = {  # {plans: the only settings, besides the tuned ones, in which the arm
     "table6": "log_epsilon_P log_epsilon_R",
     "baselines": "humanline epsilon k beta variant",
     "sums": "humanline sample_every epsilon k variant",
+    "controls": "humanline sample_every epsilon k beta variant",  # OAPL's β_2 is --beta
     "stories": "humanline online epsilon dataset k beta reward_model round_prompts samples_per_prompt",
 }
 
@@ -96,6 +97,7 @@ def test_the_seeds_of_an_instance_are_one_row_with_their_means():
     assert list(scores) == [0.375, 1.0]  # two kinds, not three runs
 
 
+GAME_SIDES = ((-0.02, "greater"), (0.02, "less"))  # those of the games
 UNPAIRED = ("parity", "dpo", "stale")
 WELCH = partial(stats.ttest_ind, equal_var=False)
 SIDES = ((-study.MARGIN, "greater"), (study.MARGIN, "less"))  # the two tests of equivalence
@@ -322,3 +324,113 @@ def test_committed_times_are_of_the_reported_runs_and_until_half_of_onlines_step
     assert made == [f"{line} --eval-every 16" for line in planned]
     trials.write_csv(tmp_path / "time_arms.csv", miniature.seconds_to_target(rows))
     check_same("time_arms", tmp_path)
+
+
+def made_up_game_rows(rng, rival="GSPO") -> list[dict]:
+    """Reported rows of `controls` with random scores: game 0 has ten seeds, the others two."""
+    names = [name for name in study.CONTROLS if name not in study.RIVALS or name == rival]
+    rows = []
+    for game in range(6):
+        for name in names:
+            for seed in range(21, 31 if game == 0 else 23):
+                row = {"panel": f"game {game}", "arm": name, "seed": seed, "failed": ""}
+                rows.append(row | {"curve": 0.7 + 0.1 * rng.standard_normal()})
+    return rows
+
+
+def test_controls_are_compared_by_game_with_holm_over_the_four_planned_tests():
+    rows = made_up_game_rows(np.random.default_rng(0))
+    lines = study.controls_test(rows)
+    both = [(line["first"], line["second"]) for line in lines]
+    H = study.STALE_HUMANLINE
+    planned = [(H, "no clip"), (H, "syncing alone, k=16"), ("clipping alone", "no clip"), (H, "GSPO")]
+    assert both == [*planned, (H, "ε 0.2"), ("S = 1", H)]
+    for line in lines:
+        scores = []
+        for arm in (line["first"], line["second"]):
+            games = [scores_of(rows, f"game {game}", arm, "curve").mean() for game in range(6)]
+            scores.append(np.array(games))
+        check(line, *scores)
+        sides = [stats.ttest_rel(scores[0] - end, scores[1], alternative=side) for end, side in GAME_SIDES]
+        assert line["p_equivalent"] == pytest.approx(max(found.pvalue for found in sides))
+        assert line["p_signed_rank"] == pytest.approx(stats.wilcoxon(scores[0] - scores[1]).pvalue)
+    check_holm(lines, 4)
+
+
+def test_only_the_rival_that_is_best_in_the_tuning_is_reported():
+    """Its best setting counts, as a mean over the tuning seeds; a collapsed run counts as untrained."""
+    plan = study.STUDIES["controls"]
+    scores = {"CISPO": (0.5, 0.6), "GSPO": (0.9, 0.2), "OAPL": (0.7, 0.4)}
+    rows = []
+    for arm, of_rates in scores.items():
+        for lr, score in zip(("0.0001", "0.001"), of_rates):
+            for seed in (1, 2, 3):
+                row = {"arm": arm, "command": f"python x --lr {lr} --seed {seed}", "curve": score}
+                rows.append(row | {"curve": score if (arm, seed) != ("GSPO", 3) else 0.1})
+    assert np.mean([0.9, 0.9, 0.1]) < 0.7  # so OAPL is the best, though single runs of GSPO are above it
+    names = {arm.name for arm in miniature.without_losers(plan, rows)}
+    assert names == {"OAPL", *study.CONTROLS} - (set(study.RIVALS) - {"OAPL"})
+    assert miniature.without_losers(study.STUDIES["sums"], rows) == study.STUDIES["sums"].arms
+
+
+def test_the_first_game_has_ten_seeds_and_the_others_two(tmp_path, monkeypatch):
+    """A whole study on made-up rows: 7 arms in each of six games, with the files that it writes."""
+    plan = study.STUDIES["controls"]
+    rng = np.random.default_rng(1)
+    made = []
+
+    def rows_of(runs, at):
+        rows = []
+        for arm, lr, seed, more in runs:
+            row = {"command": trials.command(arm, lr, seed, more), "seed": seed, "panel": arm.panel}
+            row |= {"arm": arm.name, "phase": "reported" if seed > 10 else "tuning", "lr": lr, "failed": ""}
+            numbers = {key: rng.random() for key in plan.metrics}
+            rows.append(row | numbers | {f"eval/accuracy@{step}": rng.random() for step in (32, 64)})
+        made.extend(rows)
+        return rows
+
+    monkeypatch.setattr(trials, "commit", lambda: "")
+    monkeypatch.setattr(trials, "rows_of", rows_of)
+    miniature.make_plan("controls", plan, tmp_path)
+    reported_rows = pictures.select(pictures.read(tmp_path, "controls"), phase="reported")
+    seeds = {}
+    for row in reported_rows:
+        seeds.setdefault((row["panel"], row["arm"]), []).append(row["seed"])
+    assert {panel for panel, _ in seeds} == {f"game {i}" for i in range(6)} and len(seeds) == 6 * 7
+    for (panel, _), numbers in seeds.items():
+        assert numbers == [*range(21, 31 if panel == "game 0" else 23)]
+    tuning = [row for row in made if row["phase"] == "tuning"]
+    assert {row["panel"] for row in tuning} == {"game 0"} and {row["seed"] for row in tuning} == {1, 2, 3}
+    assert len(pictures.read(tmp_path, "controls_tests")) == 6
+    figures = pictures.figures_of("controls", tmp_path)
+    assert len(figures["controls"].axes[0].get_lines()) == 7
+    pictures.plt.close("all")
+
+
+def test_kept_rows_are_not_made_again_and_a_row_is_kept_as_soon_as_its_run_ends(tmp_path, monkeypatch):
+    (arm, *_) = study.CONTROL_ARMS
+    ran = []
+
+    def run_all(lines, at):
+        ran.extend(lines)
+        if len(ran) == 3:
+            raise SystemExit("the session ends")
+
+    def row_of(arm, lr, seed, more, at):
+        line = trials.command(arm, lr, seed, more)
+        return {"command": line, "commit": at, "panel": arm.panel, "arm": arm.name, "curve": seed / 3}
+
+    monkeypatch.setattr(trials, "KEPT", tmp_path / "controls.jsonl")
+    monkeypatch.setattr(trials, "run_all", run_all)
+    monkeypatch.setattr(trials, "row_of", row_of)
+    runs = [(arm, 1e-4, seed, "") for seed in (1, 2, 3)]
+    with pytest.raises(SystemExit, match="the session ends"):
+        trials.rows_of(runs, "abc")
+    assert len(trials.KEPT.read_text().splitlines()) == 2
+    rows = trials.rows_of(runs, "abc")
+    assert [row["curve"] for row in rows] == [1 / 3, 2 / 3, 1.0]  # to the last digit
+    lines = [trials.command(*one) for one in runs]
+    assert ran == [*lines, lines[2]]
+    assert trials.rows_of(runs, "abc") == rows and len(ran) == 4
+    trials.rows_of(runs[:1], "def")  # of another commit
+    assert len(ran) == 5

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,12 +33,13 @@ def batch():
 def objective(name: str, batch, epsilon=EPSILON):
     """Returns the script's loss with a variant and its gradient by token, (B, T) each."""
     log_ratio, mask, advantages = batch
-    function, replacement = VARIANTS[name]
     log_ratio = log_ratio.clone().requires_grad_()
     LAST.mask = mask
-    clipped = replacement(None, log_ratio) if function == "clip_log_ratio" else log_ratio
-    loss_function = replacement if function == "grpo_loss" else script.grpo_loss
-    loss = loss_function(clipped, log_ratio, advantages, BETA, epsilon)
+    LAST.logps = -1.5 * mask + log_ratio.detach() / 2  # the policy's; the others are this minus log_ratio
+    functions = {"clip_log_ratio": lambda args, log_ratio: log_ratio, "grpo_loss": script.grpo_loss}
+    functions |= VARIANTS[name]
+    clipped = functions["clip_log_ratio"](None, log_ratio)
+    loss = functions["grpo_loss"](clipped, log_ratio, advantages, BETA, epsilon)
     (loss * mask).sum().backward()
     return (loss.detach() * mask).numpy(), (log_ratio.grad * mask).numpy()
 
@@ -105,7 +107,102 @@ def test_m2po_removes_the_largest_of_what_a_clip_could_stop_until_the_mean_squar
     np.testing.assert_allclose(gradient, mask * (kl_slope - (1 - gone) * A * ratio), atol=1e-14)
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "sampling"])
+def test_dppo_stops_tokens_whose_probability_has_moved_by_more_than_delta(batch):
+    """As in verl's `compute_policy_loss_dppo_tv`: by the difference of probabilities, not by the ratio."""
+    x, mask, A, ratio, kl, kl_slope = by_hand(batch)
+    loss, gradient = objective("dppo", batch, epsilon=0.15)
+    new = np.exp(-1.5 * mask + x / 2)
+    old = new / ratio
+    valid = np.where(A > 0, new - old <= 0.15, new - old >= -0.15)
+    np.testing.assert_allclose(loss, mask * (kl - A * ratio), atol=1e-14)
+    np.testing.assert_allclose(gradient, mask * (kl_slope - valid * A * ratio), atol=1e-14)
+    beyond = np.where(A > 0, ratio > 1.2, ratio < 0.8)
+    assert 0 < valid[mask > 0].mean() < 1 and (valid & beyond)[mask > 0].any()
+
+
+def share_of_positive_tokens(x, mask, A, ratio, low, high) -> float:
+    """Returns the left side of BAPO's equation 8, literally."""
+    old = np.exp(-1.5 * mask + x / 2) / ratio
+    above = np.abs(np.minimum(ratio * A, np.clip(ratio, 0, high) * A))
+    all_tokens = np.abs(np.minimum(ratio * A, np.clip(ratio, low, high) * A))
+    return (mask * old * above)[A > 0].sum() / (mask * old * all_tokens).sum()
+
+
+@pytest.mark.parametrize(("target", "ends"), [(0.3, "at once"), (0.39, "high"), (0.99, "limit")])
+def test_bapo_moves_the_upper_bound_and_then_the_lower_one_until_positive_tokens_have_their_share(
+    target, ends, batch, monkeypatch
+):
+    x, mask, A, ratio, kl, kl_slope = by_hand(batch)
+    monkeypatch.setitem(VARIANTS, "bapo", {"grpo_loss": partial(variants.bapo, target=target)})
+    loss, gradient = objective("bapo", batch)
+    bounds = [(0.6, high) for high in np.arange(1.2, 3.01, 0.05)]
+    bounds += [(low, 3.0) for low in np.arange(0.62, 0.91, 0.02)]  # Algorithm 1
+    reached = [pair for pair in bounds if share_of_positive_tokens(x, mask, A, ratio, *pair) >= target]
+    low, high = reached[0] if reached else bounds[-1]
+    moved = {"at once": (0.6, 1.2), "limit": (0.9, 3.0)}
+    if ends in moved:
+        assert (low, high) == pytest.approx(moved[ends])
+    else:
+        assert low == 0.6 and 1.2 < high < 3.0
+    gone = np.where(A > 0, ratio > high, ratio < low)
+    bounded = np.clip(ratio, low, high)
+    np.testing.assert_allclose(loss, mask * (kl - np.minimum(A * ratio, A * bounded)), atol=1e-12)
+    np.testing.assert_allclose(gradient, mask * (kl_slope - ~gone * A * ratio), atol=1e-12)
+
+
+def test_oapl_regresses_the_log_ratio_of_a_sample_on_its_optimal_advantage(batch):
+    """(β_2 log π(y|x)/π_old(y|x) - A*)², as a mean over samples but for the mean length."""
+    x, mask, *_ = by_hand(batch)
+    log_ratio, mask_tensor, _ = batch
+    rewards = torch.tensor([[10.0, 0, 2], [1.0, 1, 9]], dtype=torch.float64)  # two problems, G = 3
+    advantages = variants.optimal_advantages(rewards).flatten()
+    r = rewards.numpy() / 10
+    expected = r - np.log(np.exp(r).mean(1, keepdims=True))  # β_1 = 1
+    np.testing.assert_allclose(advantages.numpy(), expected.ravel(), atol=1e-14)
+
+    loss, gradient = objective("oapl", (log_ratio, mask_tensor, advantages))
+    residuals = BETA * (x * mask).sum(1) - expected.ravel()
+    lengths = mask.sum(1)
+    mean = loss.sum() / mask.sum()  # the script's mean over tokens
+    assert mean == pytest.approx((residuals**2).mean() / lengths.mean())
+    slopes = 2 * residuals * BETA
+    np.testing.assert_allclose(gradient, mask * slopes[:, None], atol=1e-14)
+
+
+def test_hypo_counts_a_reference_that_prefers_the_rejected_completion_as_neutral(batch):
+    log_ratio, mask, _ = batch
+    P, beta = B // 2, 0.3
+    ref_logps = torch.linspace(-3, -0.1, B * T, dtype=torch.float64).view(B, T).flip(0) * mask
+    ref_logps[0] = -9 * mask[0]  # here the reference prefers the rejected completion
+    LAST.logps = ref_logps + log_ratio
+    x = log_ratio.clone().requires_grad_()
+    losses, rewards = variants.hypo(x, mask, beta)
+    losses.sum().backward()
+    new, old = LAST.logps.numpy().sum(1), ref_logps.numpy().sum(1)
+    margins, of_reference = new[:P] - new[P:], old[:P] - old[P:]
+    assert (of_reference > 0).any() and (of_reference < 0).any()
+    z = beta * (margins - np.maximum(0, of_reference))
+    np.testing.assert_allclose(losses.detach().numpy(), np.log1p(np.exp(-z)), atol=1e-13)
+    slopes = -beta / (1 + np.exp(z))
+    np.testing.assert_allclose(x.grad[:P].numpy(), mask[:P].numpy() * slopes[:, None], atol=1e-13)
+    np.testing.assert_allclose(x.grad[P:].numpy(), -mask[P:].numpy() * slopes[:, None], atol=1e-13)
+    plain, plain_rewards = dpo_humanline.dpo_loss(log_ratio, mask, beta)
+    neutral = torch.as_tensor(of_reference > 0)
+    assert torch.equal(rewards, plain_rewards) and torch.allclose(losses.detach()[neutral], plain[neutral])
+
+
+def test_the_kl_penalty_keeps_its_digits_near_0():
+    x = torch.tensor([1e-7, -3e-5, 0.0], dtype=torch.float32)
+    expected = x.double() ** 2 / 2 - x.double() ** 3 / 6
+    assert torch.equal(variants.penalty(x, BETA), BETA * script.k3(x))
+    assert torch.allclose(variants.penalty(x, 1.0).double(), expected, rtol=1e-2, atol=1e-14)
+
+
+OTHERS = ("sampling", "oapl", "hypo", "log-ratios", "last-number-log-ratios")  # they have their own tests
+ON_POLICY = [name for name in VARIANTS if name not in OTHERS]
+
+
+@pytest.mark.parametrize("name", ON_POLICY)
 def test_on_policy_every_variant_has_the_scripts_gradient(name, batch):
     """At ratio 1 no bound is reached, and each gradient is the policy gradient."""
     log_ratio, mask, advantages = batch
@@ -160,6 +257,29 @@ def test_draws_depend_on_step_and_tokens_and_not_on_the_micro_batch(batch):
     assert not torch.equal(sample(*part, number=8)[1], kept[rows, :longest])
 
 
+# === Metrics ===
+STOPPED = {"clip-higher-1.28": 0.2, "gspo": 0.2, "icepop": 1e9, "m2po": 1e9, "dppo": 0.15, "bapo": 0.2}
+
+
+@pytest.mark.parametrize("name", [*STOPPED, "cispo", "oapl"])
+def test_the_clip_fraction_is_that_of_the_variant(name, batch, monkeypatch):
+    """It is 1 where a token has an advantage but no gradient, and not where the script's ε would clip."""
+    log_ratio, mask, advantages = batch
+    epsilon = STOPPED.get(name, 1e9)
+    _, gradient = objective(name, batch, epsilon)
+    *_, kl_slope = by_hand(batch)
+    rest = 0 if name == "oapl" else mask.numpy() * kl_slope  # the gradient without that of the policy's term
+    own = np.isclose(gradient, rest, rtol=0, atol=1e-12) & (mask.numpy() > 0)
+    copy = SimpleNamespace(**{key: getattr(script, key) for key in ("clip_log_ratio", "grpo_loss")})
+    vars(copy).update(VARIANTS[name], grpo_metrics=script.grpo_metrics)
+    monkeypatch.setattr(LAST, "args", SimpleNamespace(beta=BETA, humanline=False))
+    variants.count_stopped_tokens(copy)
+    found = copy.grpo_metrics(log_ratio, log_ratio, log_ratio, advantages, epsilon)
+    assert np.array_equal(found["grpo/clip_fraction"].numpy() * mask.numpy() > 0, own)
+    assert own.any() == (name in STOPPED)
+    assert torch.equal(found["grpo/kl"], script.k3(log_ratio))  # the others are the script's
+
+
 # === The command ===
 def test_what_does_not_exist_is_refused():
     for words in ([], ["ppo", "grpo_humanline"], ["cispo", "cispo"]):
@@ -167,8 +287,11 @@ def test_what_does_not_exist_is_refused():
             SystemExit, match=r"error: name a variant \(trust-region, no-clipping, sampling, clip-"
         ):
             variants.main(words)
-    with pytest.raises(SystemExit, match="error: dpo_humanline has no grpo_loss"):
-        variants.main(["cispo", "dpo_humanline"])
+    for name, script_name, function in (("cispo", "dpo", "grpo_loss"), ("hypo", "grpo", "dpo_loss")):
+        with pytest.raises(
+            SystemExit, match=f"error: {script_name}_humanline has no {function}, which {name}"
+        ):
+            variants.main([name, f"{script_name}_humanline"])
 
 
 def train(variant: str, script_name: str, folder, *flags) -> subprocess.CompletedProcess:
@@ -221,13 +344,29 @@ def test_without_clipping_training_is_as_with_infinite_bounds_and_the_metrics_ha
         assert step | dict.fromkeys(clipped, 0) == other | dict.fromkeys(clipped, 0)
 
 
-def test_a_run_trains_with_the_variant(tmp_path):
+@pytest.mark.parametrize("name", ["cispo", "dppo", "bapo"])
+def test_a_run_trains_with_the_variant(name, tmp_path):
     """In the first step after sampling the gradient is the script's, and then it is the variant's."""
     flags = ["--no-humanline", "--engine", "hf", "--num-steps", "2", "--sample-every", "2", "--lr", "1e-3"]
-    flags += ["--warmup-fraction", "0", "--eval-samples", "0", "--checkpoint-every", "0", "--output-dir"]
-    first, second = metrics(run_here(script, *flags, tmp_path / "grpo"))
-    done = train("cispo", "grpo_math_humanline", tmp_path / "cispo", *flags[:-1])
+    flags += ["--warmup-fraction", "0", "--eval-samples", "0", "--checkpoint-every", "0"]
+    flags += ["--epsilon", "1e-3"]  # most tokens are beyond it in the second step
+    first, second = metrics(run_here(script, *flags, "--output-dir", tmp_path / "grpo"))
+    done = train(name, "grpo_math_humanline", tmp_path / name, *flags)
     assert done.returncode == 0, done.stderr
-    its_first, its_second = metrics(tmp_path / "cispo")
+    its_first, its_second = metrics(tmp_path / name)
     assert its_first["grad_norm"] == pytest.approx(first["grad_norm"])
     assert its_second["grad_norm"] != pytest.approx(second["grad_norm"], rel=1e-3)
+
+
+def test_oapl_and_hypo_train(tmp_path):
+    """OAPL's gradient differs from the script's in the first step; HyPO's does from DPO's."""
+    flags = ["--no-humanline", "--engine", "hf", "--num-steps", "2", "--sample-every", "2", "--lr", "1e-3"]
+    flags += ["--eval-samples", "0", "--checkpoint-every", "0", "--beta", "1e-3"]
+    done = train("oapl", "grpo_math_humanline", tmp_path / "oapl", *flags)
+    assert done.returncode == 0, done.stderr
+    losses = [step["loss"] for step in metrics(tmp_path / "oapl")]
+    assert all(0 < loss < 1 for loss in losses)  # squares of rewards in [0, 1], over the mean length
+    done = train("hypo", "dpo_humanline", tmp_path / "hypo", "--no-humanline", "--num-steps", "2", *SHORT)
+    assert done.returncode == 0, done.stderr
+    first, _ = metrics(tmp_path / "hypo")
+    assert first["loss"] > math.log(2) + 1e-3  # DPO's first loss is log 2; pessimistic pairs have more

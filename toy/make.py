@@ -601,9 +601,13 @@ def make_preference_task(task: PreferenceTask, folder: Path) -> list[str]:
     return report + [str(pair) for pair in pairs[:3]]
 
 
-def make_shell_game(folder: Path) -> list[str]:
-    """Makes the shell game in `folder`. Returns the lines of a report."""
-    tokenizer, rng, steps = build_tokenizer([*CUPS, *SWAPS, *TAGS]), random.Random(777), 900
+def make_shell_game(folder: Path, seed: int = 0) -> list[str]:
+    """Makes the shell game in `folder`, with other problems and another policy for each seed.
+
+    Returns the lines of a report.
+    """
+    tokenizer, steps = build_tokenizer([*CUPS, *SWAPS, *TAGS]), 900
+    rng = random.Random(777 + 1000 * seed)
 
     def draw_problem(rng: random.Random) -> str:
         return " ".join([rng.choice(CUPS), *rng.choices(SWAPS, k=NUM_SWAPS)])
@@ -619,7 +623,7 @@ def make_shell_game(folder: Path) -> list[str]:
         return problem, (write_work if in_textbook else write_as_student)(rng, problem)
 
     unseen = set(test)
-    policy = train_language_model(tokenizer, 0, steps, batch_size=128, warmup=100, draw=draw)
+    policy = train_language_model(tokenizer, 1000 * seed, steps, batch_size=128, warmup=100, draw=draw)
     save(folder / "policy", policy, tokenizer)
     for name, problems in (("train", train), ("test", test)):
         rows = [{"problem": problem, "answer": follow_ball(problem)[-1]} for problem in problems]
@@ -667,8 +671,10 @@ def make(name: str, out: Path, seed: int) -> str:
         from toy.sums import make_sums
 
         report = make_sums(folder)
+    elif name == "shell_game":
+        report = make_shell_game(folder, seed)
     else:
-        report = make_preference_task(tasks[name], folder) if name in tasks else make_shell_game(folder)
+        report = make_preference_task(tasks[name], folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     sizes = [f"{path.stat().st_size:8,} bytes  {path.relative_to(out)}" for path in files]
     return "\n  ".join([f"{name}, made in {time.time() - started:.0f} s", *report, *sizes])
@@ -686,10 +692,12 @@ def main(
         out: folder of the tasks.
         tasks: bouquets, tales, shell_game, low_entropy, stories, sums.
         jobs: number of tasks that are made at a time.
-        seed: another instance of tales or stories than the committed one (0); it needs another --out.
+        seed: another instance of tales, stories or the shell game than the committed one (0), in another
+            --out.
     """
-    if seed and (tasks not in (("tales",), ("stories",)) or out == Path(__file__).parent):
-        raise SystemExit("error: --seed needs --tasks tales or --tasks stories, and another --out")
+    with_seeds = ("tales",), ("stories",), ("shell_game",)
+    if seed and (tasks not in with_seeds or out == Path(__file__).parent):
+        raise SystemExit("error: --seed needs --tasks tales, stories or shell_game, and another --out")
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         for report in pool.map(make, tasks, itertools.repeat(out), itertools.repeat(seed)):
             print(report, flush=True)
