@@ -15,8 +15,8 @@ Where the paper's C.1.4, and this file, depart from its equation 1:
       the penalty, equation 1 uses a fixed policy.
 Differences from the paper and the authors' code (docs/grpo.md):
     - Advantages divide by the std with correction=0, and nothing is added to it. The authors' code adds 0.01.
-    - In a group of more than 2 completions, rewards that differ by less than --reward-threshold count as
-      equal.
+    - A group of more than 2 completions whose rewards all differ by less than --reward-threshold gets
+      advantages of 0.
     - Gradients are clipped by their global norm. In the authors' code each rank uses the norm of its shards.
 
 Notation: B sequences of T tokens; log-probs in nats; a mask is 1 at completion tokens and 0 elsewhere. A
@@ -92,8 +92,8 @@ class Args:
     trust_remote_code: bool = False  # run Python code that comes with a model
     # online
     online: bool = False  # train on samples of the policy, drawn in rounds (Algorithm 1)
-    # Classifier with one output, a folder or a Hub name; empty: no rewards. --online requires it, and
-    # evaluation uses it too.
+    # Classifier with one output, a folder or a Hub name; empty: no rewards, or those of SCORE. --online
+    # requires one of the two, and evaluation uses it too.
     reward_model: str = ""
     round_prompts: int = 1024  # prompts per round (Table 1)
     # Samples per prompt, of which the best and the worst form a group (Table 1). Groups larger than 2 use
@@ -122,7 +122,8 @@ class Args:
     eval_samples: int = 256  # held-out rows whose prompts are sampled, from the first on; 0: none
 
 
-# With --model, what differs from the defaults above in the other variants of Table 3, by (online, humanline)
+# With --model, what the other variants of Table 3 change in the defaults above, which are those of offline
+# humanline GRPO, by (online, humanline). Online GRPO, (True, False), changes nothing.
 PAPER = {(False, False): dict(epsilon=0.5), (True, True): dict(max_grad_norm=0.5)}
 FOLDER = Path(__file__).resolve().parent / "toy" / "tales"
 # Settings of the toy, which replace the defaults above. With k = 1, the reference is one update old and
@@ -141,6 +142,9 @@ TOY = dict(
     generation_batch_size=256,
 )
 TOY_ONLINE = dict(dataset=f"{FOLDER}/prompts_train.jsonl.gz")
+# A Python function can give the rewards of samples, instead of --reward-model. Replace None by its name
+# (docs/grpo.md has an example). It gets a list of utils.Example, and returns a tensor with their rewards.
+SCORE = None
 
 
 # === Loss ===
@@ -178,6 +182,7 @@ def group_advantages(rewards):
     """
     centered = rewards - rewards.mean(1, keepdim=True)
     std = rewards.std(1, correction=0, keepdim=True)  # (groups, 1)
+    # Not std == 0: the mean is rounded, so the std of equal rewards can be 1e-17.
     spread = rewards.amax(1, keepdim=True) - rewards.amin(1, keepdim=True)
     return torch.where(spread == 0, 0.0, centered / std)
 
@@ -195,8 +200,8 @@ def sync_reference(reference, policy):
 
     Both models are sharded in the same way, so every rank copies its own shards without communication. If the
     reference is stored in bf16, the copy rounds in the same way as FSDP rounds the policy's weights before
-    each forward pass. A slow average of the policy's weights needs a reference in fp32 (`load_models`),
-    because bf16 would round its small changes away.
+    each forward pass. To make the reference a moving average (EMA) of the policy instead, store it in fp32
+    (`load_models`), because bf16 would round its small changes away.
     """
     for target, source in zip(reference.parameters(), policy.parameters(), strict=True):
         target.to_local().copy_(source.to_local())
@@ -204,7 +209,8 @@ def sync_reference(reference, policy):
 
 # === Training ===
 def main(args: Args):
-    rank, world, device = run.setup(args, args.batch_size, SCORE)  # also replaces --dtype auto in args
+    # Checks the flags, starts the process group, and replaces --dtype auto in args.
+    rank, world, device = run.setup(args, args.batch_size, SCORE)
 
     # The data is read before the models, so that errors in it appear before minutes of loading.
     tokenizer, eos_ids = data.load_tokenizer(args)
@@ -229,14 +235,14 @@ def main(args: Args):
     run.print_plan(args, output_dir, policy, tokenizer, groups, groups_per_step)
     # A resumed run evaluates the initial policy again: it is the baseline of every later evaluation.
     before = evaluate(args, policy, sampler, held_out)
-    # Number of steps and rounds, and the pool, all of which are saved in checkpoints. A new run has no
-    # checkpoint and starts at step 0.
+    # progress: the steps and rounds that are done, and the pool, which holds groups that were sampled but not
+    # yet used. Checkpoints hold it. A new run has no checkpoint and starts at step 0.
     progress = run.load_checkpoint(output_dir, policy, reference, optimizer, data_hash)
     # after the load, so that a failed resume leaves args.json as it was
     run.save_args(args, output_dir, __file__)
     log = run.Log(args, output_dir, progress.step, before)
     save_progress = partial(run.save_checkpoint, args, output_dir, policy, reference, optimizer, progress)
-    sampler.save_run = save_progress  # if SCORE fails, the steps before it are saved
+    sampler.save_run = save_progress  # for a run that ends because its samples got no rewards
     signals = run.Signals()  # in the loop, SIGINT and SIGTERM end the run after the current step
 
     for step in range(progress.step, args.num_steps):
@@ -259,7 +265,7 @@ def main(args: Args):
                 metrics |= round_metrics  # of the newest round
             batch = progress.pool[:groups_per_step]
             del progress.pool[:groups_per_step]
-        batch = run.broadcast(batch)  # rank 0's, so that ranks train on one batch after any edit above
+        batch = run.broadcast(batch)  # changes nothing here: keeps ranks in step if you edit the lines above
         examples = [example for group in batch for example in group]
 
         # The advantages
@@ -270,14 +276,14 @@ def main(args: Args):
         metrics["grpo/zero_advantage_groups"] = (rewards.amax(1) == rewards.amin(1)).double().mean().item()
 
         # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
-        # micro-batches. It also sums the gradients over ranks (`shard_model` sets this). It does not sum a
-        # penalty on the weights themselves: add such a term in one micro-batch of each rank, not divided by
-        # anything.
+        # micro-batches. It also sums the gradients over ranks (`shard_model` sets this), but not those of a
+        # penalty on the weights (docs/dpo.md#implementation-details).
         lengths = [example.length for example in examples]
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
         completion_tokens = sum(len(example.completion_ids) for example in examples)
         means = utils.Means()
-        for indices in micro_batches[rank::world]:  # number i is for rank i % world
+        for indices in micro_batches[rank::world]:  # lists of indices; number i is for rank i % world
+            # Padded; `token_logps` packs the sequences again, so that padding costs nothing.
             input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
 
             # [:, t] is log π(token t | all tokens before it), in nats, and 0 where mask is 0.
@@ -312,7 +318,7 @@ def main(args: Args):
 
         # The update. The learning rate rises linearly (warmup: Table 1) and then stays constant.
         metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
-        for param_group in optimizer.param_groups:  # a group's own rate would have to be scaled here
+        for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
             param_group["lr"] = metrics["lr"]
         optimizer.step()
         optimizer.zero_grad()
@@ -434,8 +440,9 @@ def read_pair(row):
         turns = data.as_messages(chosen[:-1])  # the messages before the last one; form 2 has none
         if data.as_messages(rejected[:-1]) != turns:
             raise utils.InputError("chosen and rejected must differ only in their last message")
+        # A prompt, if there is one, must be the turns (form 3) or the text of one of them (form 4).
         in_form_4 = prompt in [message["content"] for message in turns]
-        if turns and not in_form_4 and data.as_messages(prompt or turns) != turns:
+        if turns and prompt and not in_form_4 and data.as_messages(prompt) != turns:
             raise utils.InputError("chosen and rejected do not begin with the prompt")
         prompt = turns or prompt
         chosen, rejected = chosen[-1:], rejected[-1:]  # now in form 2
@@ -497,8 +504,8 @@ def load_models(args, device, longest: int):
     policy = load("auto").to(torch.float32)
     # Loaded in its storage dtype, because a cast to bf16 would also round its buffers (RoPE's frequencies).
     reference = load(run.storage_dtype(args)).requires_grad_(False)
-    # Loading rounds some buffers (Gemma's embed_scale) to the dtype of loading, which may differ between the
-    # two models. Both must use the same values.
+    # For most models this changes nothing. Loading rounds a few buffers (Gemma's embed_scale) to the dtype of
+    # loading, which differs here. The policy takes the reference's, so that log-ratios are 0 at step 0.
     for name, buffer in policy.named_buffers():
         buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
@@ -506,11 +513,11 @@ def load_models(args, device, longest: int):
             # Replaces the block's forward by one that recomputes activations in backward. transformers' own
             # checkpointing needs train mode, which would start dropout.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    attentions = set()
+    attentions = set()  # is printed
     for model in (policy, reference):
         # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
-        # log-probs would be wrong without any error. Therefore `choose_attention` compares packed log-probs
-        # with a plain forward pass.
+        # log-probs would be wrong without any error. Therefore `choose_attention` sets the fastest attention
+        # whose packed log-probs equal those of a plain forward pass, and returns its name.
         attentions.add(utils.choose_attention(model, longest))
         if args.compile:
             for block in decoder_blocks(model):
@@ -540,7 +547,7 @@ def shard_model(args, model, device):
     # Gradients are summed over ranks in fp32 or wider, because bf16 sums over many ranks lose small terms.
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype)
-    # Inner modules first: Mamba's blocks contain its mixers, and both are units.
+    # Children before parents, as FSDP2 requires. In a few models, such as Mamba, a unit contains others.
     for module in [*reversed(units), model]:
         # By default FSDP2 leaves the root gathered after forward, for use in backward. The reference never
         # runs backward, so its next forward would still use the weights from before a sync.
@@ -562,11 +569,6 @@ def decoder_blocks(model):
 
 
 # === Rounds and evaluation ===
-# A Python function can give the rewards of samples, instead of --reward-model. Replace None by its name
-# (docs/grpo.md has an example). It gets a list of utils.Example, and returns a tensor with their rewards.
-SCORE = None
-
-
 def sample_round(args, sampler, policy, groups: list[tuple], number: int):
     """Samples the policy for the next prompts and makes groups of the samples (Algorithm 1).
 
@@ -639,7 +641,7 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
         logps, _ = utils.completion_logps(policy, examples, args.micro_batch_tokens)  # (2P, T)
         log_ratio = logps - (initial.logps if initial else logps)  # 0 for the initial policy
         best, worst = log_ratio.sum(-1).chunk(2)  # (P,) each; log-probs are 0 outside the mask
-        values["eval/accuracy"] = utils.above(best, worst)
+        values["eval/accuracy"] = utils.above(best, worst)  # 1, 0.5 if equal, or 0
         values["eval/margin"] = best - worst  # nats
     # A prompt that stands in several rows is sampled once for each of them.
     prompts = [group[0] for group in held_out[: args.eval_samples]]

@@ -173,8 +173,8 @@ def sync_reference(reference, policy):
 
     Both models are sharded in the same way, so every rank copies its own shards without communication. If the
     reference is stored in bf16, the copy rounds in the same way as FSDP rounds the policy's weights before
-    each forward pass. A slow average of the policy's weights needs a reference in fp32 (`load_models`),
-    because bf16 would round its small changes away.
+    each forward pass. To make the reference a moving average (EMA) of the policy instead, store it in fp32
+    (`load_models`), because bf16 would round its small changes away.
     """
     for target, source in zip(reference.parameters(), policy.parameters(), strict=True):
         target.to_local().copy_(source.to_local())
@@ -215,7 +215,7 @@ def mismatch(batch: list[tuple], max_length: int) -> list[utils.Example]:
 
 # === Training ===
 def main(args: Args):
-    rank, world, device = run.setup(args, args.batch_size)  # also replaces --dtype auto in args
+    rank, world, device = run.setup(args, args.batch_size)  # also checks the flags, and replaces --dtype auto
 
     # The data is read before the models, so that errors in it appear before minutes of loading.
     tokenizer, eos_ids = data.load_tokenizer(args)
@@ -239,8 +239,8 @@ def main(args: Args):
     run.print_plan(args, output_dir, policy, tokenizer, groups, groups_per_step)
     # A resumed run evaluates the initial policy again: it is the baseline of every later evaluation.
     before = evaluate(args, policy, sampler, held_out)
-    # Number of steps and rounds, and the pool, all of which are saved in checkpoints. A new run has no
-    # checkpoint and starts at step 0.
+    # progress: the steps and rounds that are done, and the pool, which holds groups that were sampled but not
+    # yet used. Checkpoints hold it. A new run has no checkpoint and starts at step 0.
     progress = run.load_checkpoint(output_dir, policy, reference, optimizer, data_hash)
     # after the load, so that a failed resume leaves args.json as it was
     run.save_args(args, output_dir, __file__)
@@ -267,7 +267,7 @@ def main(args: Args):
                 metrics |= round_metrics  # of the newest round
             batch = progress.pool[:groups_per_step]
             del progress.pool[:groups_per_step]
-        batch = run.broadcast(batch)  # rank 0's, so that ranks train on one batch after any edit above
+        batch = run.broadcast(batch)  # changes nothing here: keeps ranks in step if you edit the lines above
         examples = [example for group in batch for example in group]
 
         # The reference point, for the global batch
@@ -276,14 +276,14 @@ def main(args: Args):
         metrics["kto/z_0"] = z_0
 
         # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
-        # micro-batches. It also sums the gradients over ranks (`shard_model` sets this). It does not sum a
-        # penalty on the weights themselves: add such a term in one micro-batch of each rank, not divided by
-        # anything.
+        # micro-batches. It also sums the gradients over ranks (`shard_model` sets this), but not those of a
+        # penalty on the weights (docs/dpo.md#implementation-details).
         lengths = [example.length for example in examples]
         micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
         means = utils.Means()
-        for indices in micro_batches[rank::world]:  # number i is for rank i % world
+        for indices in micro_batches[rank::world]:  # lists of indices; number i is for rank i % world
             micro_batch = [examples[i] for i in indices]
+            # Padded; `token_logps` packs the sequences again, so that padding costs nothing.
             input_ids, mask = utils.pad_batch(micro_batch, device)  # (B, T)
             desirable = torch.tensor([example.desirable for example in micro_batch], device=device)  # (B,)
 
@@ -320,7 +320,7 @@ def main(args: Args):
 
         # The update. The learning rate rises linearly (warmup: Table 1) and then stays constant.
         metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
-        for param_group in optimizer.param_groups:  # a group's own rate would have to be scaled here
+        for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
             param_group["lr"] = metrics["lr"]
         optimizer.step()
         optimizer.zero_grad()
@@ -433,8 +433,9 @@ def read_pair(row):
         turns = data.as_messages(chosen[:-1])  # the messages before the last one; form 2 has none
         if data.as_messages(rejected[:-1]) != turns:
             raise utils.InputError("chosen and rejected must differ only in their last message")
+        # A prompt, if there is one, must be the turns (form 3) or the text of one of them (form 4).
         in_form_4 = prompt in [message["content"] for message in turns]
-        if turns and not in_form_4 and data.as_messages(prompt or turns) != turns:
+        if turns and prompt and not in_form_4 and data.as_messages(prompt) != turns:
             raise utils.InputError("chosen and rejected do not begin with the prompt")
         prompt = turns or prompt
         chosen, rejected = chosen[-1:], rejected[-1:]  # now in form 2
@@ -496,8 +497,8 @@ def load_models(args, device, longest: int):
     policy = load("auto").to(torch.float32)
     # Loaded in its storage dtype, because a cast to bf16 would also round its buffers (RoPE's frequencies).
     reference = load(run.storage_dtype(args)).requires_grad_(False)
-    # Loading rounds some buffers (Gemma's embed_scale) to the dtype of loading, which may differ between the
-    # two models. Both must use the same values.
+    # For most models this changes nothing. Loading rounds a few buffers (Gemma's embed_scale) to the dtype of
+    # loading, which differs here. The policy takes the reference's, so that log-ratios are 0 at step 0.
     for name, buffer in policy.named_buffers():
         buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
@@ -505,11 +506,11 @@ def load_models(args, device, longest: int):
             # Replaces the block's forward by one that recomputes activations in backward. transformers' own
             # checkpointing needs train mode, which would start dropout.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    attentions = set()
+    attentions = set()  # is printed
     for model in (policy, reference):
         # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
-        # log-probs would be wrong without any error. Therefore `choose_attention` compares packed log-probs
-        # with a plain forward pass.
+        # log-probs would be wrong without any error. Therefore `choose_attention` sets the fastest attention
+        # whose packed log-probs equal those of a plain forward pass, and returns its name.
         attentions.add(utils.choose_attention(model, longest))
         if args.compile:
             for block in decoder_blocks(model):
@@ -539,7 +540,7 @@ def shard_model(args, model, device):
     # Gradients are summed over ranks in fp32 or wider, because bf16 sums over many ranks lose small terms.
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype)
-    # Inner modules first: Mamba's blocks contain its mixers, and both are units.
+    # Children before parents, as FSDP2 requires. In a few models, such as Mamba, a unit contains others.
     for module in [*reversed(units), model]:
         # By default FSDP2 leaves the root gathered after forward, for use in backward. The reference never
         # runs backward, so its next forward would still use the weights from before a sync.
@@ -630,7 +631,7 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
         desirable = torch.tensor([example.desirable for example in examples])  # (B,)
         margins = kto_margins(log_ratio, mask, desirable, 0.0, args.beta)  # (B,)
         values["eval/loss"] = kto_loss(margins, desirable, args.lambda_D, args.lambda_U)
-        values["eval/accuracy"] = utils.above(margins, 0)
+        values["eval/accuracy"] = utils.above(margins, 0)  # 1, 0.5 if equal, or 0
         values["eval/margin"] = margins  # β · nats
     # A prompt that stands in several rows is sampled once for each of them.
     prompts = [group[0] for group in held_out[: args.eval_samples]]

@@ -98,8 +98,9 @@ def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int):
             heapq.heapreplace(heap, (tokens, smallest))
         return micro_batches
 
-    # With more micro-batches, none has more tokens. So bisection finds the smallest number that is enough.
-    # The last number is always enough, because each sequence can have a micro-batch of its own.
+    # With more micro-batches, the fullest one of this distribution never has more tokens. So if a number is
+    # enough, every larger one is too, and bisection finds the smallest. The last number is always enough,
+    # because each sequence can have a micro-batch of its own.
     counts = range(ranks, len(lengths) + ranks + 1, ranks)
     fewest = bisect.bisect_left(counts, True, key=lambda count: distribute(count) is not None)
     return distribute(counts[fewest])
@@ -126,8 +127,8 @@ def pad_rows(rows, device, value=0, side: str = "right"):
 def token_logps(model, input_ids, mask, temperature: float = 1.0):
     """Computes log π(y_t | x, y_<t) of every completion token, (B, T) in fp32 or wider; 0 where mask is 0.
 
-    Logits are fp32 or wider too, because bf16 logits near 16 are spaced 0.125 apart, while with k = 1
-    log-ratios are of order 1e-3.
+    Logits are fp32 or wider too, because bf16 logits near 16 are spaced 0.125 apart, while log-ratios are of
+    order 1e-3 if the reference is synced before every update (`--k 1`).
 
     Args:
         input_ids: (B, T), padded on the right.
@@ -308,8 +309,9 @@ def choose_attention(model, longest: int) -> str:
     expected = -F.cross_entropy(logits[:-1].float(), first_8[1:], reduction="none")  # (7,)
     is_bf16 = logits.dtype == torch.bfloat16
     # Nats. In bf16, two correct forward passes differ as well. If the second sequence attends to the first,
-    # its log-probs are 0.34 to 2.3 nats off on the policies of the toys. Neither the noise of a GPU nor the
-    # leak of a large model has been measured.
+    # its log-probs are 0.34 to 2.3 nats off on the policies of the toys. More noise than this, on a GPU,
+    # would only reject a correct attention; a smaller leak of a large model would be missed. Neither was
+    # measured.
     limit = 0.3 if is_bf16 else 1e-4
 
     input_ids = tokens.expand(2, 16)
@@ -347,7 +349,9 @@ def check_head(model):
     # FSDP's subclass of nn.Linear inherits its forward.
     forward = type(model.get_output_embeddings()).forward
     if hasattr(model, "peft_config") or forward is not torch.nn.Linear.forward:
-        raise InputError("--model: adapters (PEFT, LoRA) are not supported; see docs/elsewhere.md")
+        raise InputError(
+            "--model: adapters (PEFT, LoRA; see docs/elsewhere.md) and quantized heads are not supported"
+        )
     config = model.config.get_text_config()
     for factor in FACTORS:
         if getattr(config, factor, None) not in (None, 1):
@@ -371,6 +375,7 @@ def attention_candidates(model, longest: int, is_bf16_on_gpu: bool) -> tuple[lis
     # Layers of unknown types are treated as if they carried a state.
     other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     may_carry_state = other_layers or model._is_stateful
+    # The own attention is "eager" for models with a softcap of the attention, which sdpa does not support.
     if own != "sdpa" or not model._supports_attention_backend or longest > window or may_carry_state:
         return [own], ["no packing, because of a window, a softcap, a state or the model's code"]
     if is_bf16_on_gpu:
@@ -405,7 +410,7 @@ def pack(input_ids, predicting):
     return inputs, predicting[kept][None]
 
 
-# With this option query heads may share a key head. The kernel of torch 2.11 does not have it.
+# With this option query heads may share a key head. torch 2.11, which some GPU machines have, lacks it.
 SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
@@ -424,7 +429,8 @@ def varlen_attention(
     """Causal attention for packed sequences in one kernel (CUDA, bf16, most head sizes).
 
     `attention_mask` is None, because transformers makes masks only for the attention implementations that it
-    knows. `attention_candidates` excludes windows, and in eval mode there is no dropout.
+    knows. `attention_candidates` excludes windows. There is no dropout, because the scripts keep their models
+    in eval mode, also in training.
     """
     if not SHARED_HEADS:
         queries = query.shape[1] // key.shape[1]  # query heads of a key head
@@ -517,8 +523,8 @@ class HeadLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_logps):
         if torch.is_grad_enabled():
-            # A gradient penalty would differentiate this function, without the kept blocks: silently wrong.
-            # `once_differentiable` would let it pass if the loss is linear in the log-probs.
+            # For a gradient penalty (create_graph) a second derivative would be silently wrong, because the
+            # kept blocks have no graph. `once_differentiable` would raise only if d_logps needs a gradient.
             raise NotImplementedError("HeadLogps has no second derivative, so create_graph must be False")
         *inputs, L = ctx.saved_tensors
         hidden, _, weight, bias = inputs
@@ -551,8 +557,8 @@ class HeadLogps(torch.autograd.Function):
 def head_blocks(hidden, targets, weight, bias, softcap, temperature, kept=()):
     """Yields the logits in blocks of columns, with the targets' places in each block.
 
-    A block has a multiple of 256 columns and at most CPU_BLOCK or GPU_BLOCK logits, unless 256 columns have
-    more. If the logits were kept, they are the list `kept`, which is emptied.
+    Every block but the last has a multiple of 256 columns, and at most CPU_BLOCK or GPU_BLOCK logits, unless
+    256 columns have more. If the logits were kept, they are the list `kept`, which is emptied.
 
     Yields:
         rows: the slice of the vocabulary, which is the head's rows and the columns of the logits.
@@ -560,8 +566,10 @@ def head_blocks(hidden, targets, weight, bias, softcap, temperature, kept=()):
             block, (N, 1) each. The column of a target outside is arbitrary.
         z: the logits / temperature, (N, columns), in fp32 or wider.
     """
-    logits = CPU_BLOCK if hidden.device.type == "cpu" else GPU_BLOCK
-    size = 256 * max(1, logits // 256 // max(1, len(hidden)))
+    block = CPU_BLOCK if hidden.device.type == "cpu" else GPU_BLOCK
+    size = 256 * max(
+        1, block // (256 * max(1, len(hidden)))
+    )  # number of columns; there may be no hidden state
     for start in range(0, len(weight), size):
         rows = slice(start, start + size)
         if kept:
@@ -582,12 +590,14 @@ def head_blocks(hidden, targets, weight, bias, softcap, temperature, kept=()):
 
 def matmul_fp32(a, b):
     """Computes a @ b with results in fp32 or wider."""
-    if a.is_cuda and a.dtype == torch.bfloat16:
+    are_bf16 = a.dtype == b.dtype == torch.bfloat16
+    if are_bf16 and a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)  # exact products of bf16 numbers, summed in fp32
     dtype = torch.promote_types(a.dtype, torch.float32)
-    if not a.dtype == b.dtype == torch.bfloat16:
+    if not are_bf16:
         return a.to(dtype) @ b.to(dtype)
-    # The fp32 copies of bf16 numbers lose nothing in the CPU's bf16 units, which sum in fp32. Other fp32
+    # For speed alone: a CPU's bf16 units compute this product several times faster. The fp32 copies of bf16
+    # numbers lose nothing in these units, which sum in fp32. Other fp32
     # numbers would be rounded to bf16. This switch holds for the whole process, so it is set for this product
     # alone; on a CPU forward and backward run in one thread, and no other product can see it.
     precision = torch.backends.mkldnn.matmul.fp32_precision

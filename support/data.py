@@ -55,8 +55,8 @@ def read_rows(name: str, split: str):
         with run.library_errors(name):
             if name.endswith(".parquet"):  # in memory, because load_dataset would read its cache
                 table = pyarrow.parquet.read_table(name)
-                # `Dataset` decodes columns of JSON. `replace_schema_metadata` removes the metadata, which may
-                # ask to decode images too, with Pillow.
+                # `Dataset`, because `table.to_pylist()` would leave a column of Arrow's JSON type as text.
+                # Without its metadata the table has no images, which `Dataset` would decode with Pillow.
                 rows = datasets.Dataset(table.replace_schema_metadata())
             else:
                 rows = datasets.load_dataset(name, split=split)
@@ -121,7 +121,7 @@ def check_prompt(args, prompt_ids: list[int]):
 def summarize_groups(eos_ids: set[int], groups: list[tuple], skipped: list[tuple]) -> str:
     """Describes a data set: how many rows it has, how many were skipped and why, and what was truncated.
 
-    skipped: [(line number, SkipRow), ...].
+    groups: for each kept row, the tuple of its Examples. skipped: [(line number, SkipRow), ...].
     """
     kept = f"{len(groups)} of {len(groups) + len(skipped)}" if skipped else len(groups)
     parts = [f"{kept} rows"]
@@ -140,6 +140,8 @@ def summarize_groups(eos_ids: set[int], groups: list[tuple], skipped: list[tuple
 
 def longest_sequence(args, groups: list[tuple], online: bool = False) -> int:
     """Returns the number of tokens that no training sequence and no sample of a run will exceed.
+
+    `run.check_positions` refuses models with fewer positions.
 
     online: whether the run trains on samples.
     """
@@ -178,8 +180,10 @@ def load_tokenizer(args):
             if generation.eos_token_id is not None:
                 ids = generation.eos_token_id
         except OSError as error:  # not every model has a generation config
-            # If another exception has led to this one, the file may exist: a failed connection, for example.
-            # Without the file's EOS ids, samples would not end.
+            # transformers raises this error alone (without a context) if the model has no such file, and in
+            # the context of another error if it could not look, for example without a connection. Then the
+            # file's EOS ids are unknown, and samples would not end. Offline, a file that is not in the cache
+            # counts as missing.
             if error.__context__ and not is_offline_mode():
                 raise
     ids = ids if isinstance(ids, list) else [ids]
@@ -240,6 +244,8 @@ def encode(tokenizer, eos_ids: set[int], prompt: str | list, completions=()) -> 
         # a line break) is not part of the completion, because the model stops before it.
         completion_ids = truncate_after_eos([*completion_ids, tokenizer.eos_token_id], eos_ids)
         all_completion_ids.append(completion_ids)
+    # The prompt, then each conversation. `keeps_text` ignores EOS tokens and the white space beside them, so
+    # an EOS token that was appended, or a line break that was cut off, is no difference.
     for text, completion_ids in zip(texts, [[], *all_completion_ids]):
         if not keeps_text(tokenizer, text, prompt_ids + completion_ids):
             raise SkipRow(
@@ -271,7 +277,8 @@ def keeps_text(tokenizer, text: str, ids: list[int]) -> bool:
     the one that the model was trained with. Characters that Unicode defines as the same count as the same,
     for example é as one or as two characters (NFC).
 
-    Special tokens are ignored, because a tokenizer may add its own to a text. So is white space beside them
+    Added tokens, special ones and others, are ignored if they are among the ids, because a tokenizer may add
+    some to a text. So is white space beside them
     and at the ends of the text: SentencePiece adds a space there, and some special tokens absorb it.
     """
     texts = [text, tokenizer.decode(ids, clean_up_tokenization_spaces=False)]

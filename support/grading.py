@@ -39,7 +39,8 @@ def start_grader():
     """
     from pebble import ProcessPool
 
-    context = multiprocessing.get_context("forkserver")  # a fork would inherit threads of CUDA and gloo
+    # A fork could inherit locks that threads of CUDA and gloo hold.
+    context = multiprocessing.get_context("forkserver")
     # Every worker imports the main script, and with it these modules, which takes seconds. The fork server
     # imports them once, and workers inherit them. (transformers imports lazily, so the module of
     # AutoModelForCausalLM is named.)
@@ -70,7 +71,8 @@ def grade_all(grader, function, jobs: list[tuple]) -> list:
     rank, world = dist.get_rank(), dist.get_world_size()
     distinct = list(dict.fromkeys(jobs))
     verdicts = []
-    # If a worker dies without an answer, for example for lack of memory, pebble's whole pool is broken.
+    # A worker that dies while it grades fails this answer alone. But pebble's whole pool is broken if a
+    # worker cannot start, for example for lack of memory, or dies while it grades nothing.
     with run.library_errors("the workers of the grader have ended; to start them again, pass --resume"):
         # Seconds of wall-clock time, far above TIME_LIMIT. They end a worker that waits for something: it
         # uses no CPU time, so TIME_LIMIT would never end it.
@@ -111,24 +113,26 @@ def grade(gold: str, text: str, problem: str) -> bool | None:
     gold_formula, formula = answer_formula(gold), answer_formula(text)
     if gold_value is None:
         return None
-    # What is copied from the problem is no answer, unless the gold answer is the same text. An expression of
-    # the gold answer's form (== in sympy) is no copy: 90^\circ is right for 90, wherever it stands. But
-    # 17 + 25 may be a copy for 42, and 0.75 for \frac{3}{4}.
-    # sympy has computed 10/4, as the digits of its value show, so it may be a copy for \frac{5}{2}.
-    has_computed = re.findall(r"\d+", str(value)) != re.findall(r"\d+", formula.replace(",", ""))
+    # An answer that stands in the problem is refused as a copy, unless it is the gold answer's text, or sympy
+    # parses both to the same expression (==). If the gold answer is 90, 90^\circ is right. If it is 42,
+    # 17 + 25 is refused, and so is 0.75 if it is \frac{3}{4}. 10/4 == \frac{5}{2} holds only because sympy
+    # has reduced it, which the digits show: those of the value (5, 2) are not those of the formula (10, 4).
+    digits, value_digits = [re.findall(r"\d+", text) for text in (formula.replace(",", ""), str(value))]
+    has_computed = sorted(digits) != sorted(value_digits)  # sympy sorts sets
     if (value != gold_value or has_computed) and is_copied(gold_formula, formula, problem):
         return False
-    # What math_verify ignores: \phantom{3} prints nothing, X is another variable than x (words may be in any
-    # case), and 10_2 is another number than 10.
+    # math_verify ignores case, but X is another variable than x: no letter of the answer may stand in the
+    # gold answer in its other case alone. Words may.
     gold_letters, letters = [re.sub(WORDS, "", latex) for latex in (gold_formula, formula)]
     if any(letter not in gold_letters and letter.swapcase() in gold_letters for letter in letters):
         return False
+    # It also ignores bases, although 10_2 is not 10, and \phantom{3}, which prints nothing.
     bases = re.findall(BASE, formula)
     if "\\phantom" in formula or bases and bases != re.findall(BASE, gold_formula):
         return False
     # Of an equation, math_verify would compare one side alone. Here every side must equal the gold answer,
-    # unless this is an equation itself. Names such as x and f(2) are skipped. So x = 4 is 4. And x = 4 = 5,
-    # for sympy (x = 4) and (4 = 5), is neither 4 nor 5.
+    # unless the gold answer is an equation itself. Names such as x and f(2) are skipped. So x = 4 is 4. And x
+    # = 4 = 5, for sympy (x = 4) and (4 = 5), is neither 4 nor 5.
     values = [value]
     if isinstance(value, And | Eq) and not isinstance(gold_value, Eq):
         sides = [side for equation in value.atoms(Eq) for side in equation.args]
@@ -169,7 +173,7 @@ def extract_answer(text: str) -> str:
     # boxes up to 70 characters apart. Therefore everything before the last box is removed, unless a box may
     # end right before it, as in "\boxed{4}$, and $\boxed{5}".
     may_follow_box = "}" in before[-9:]  # "}$, and $" has 9 characters
-    if not may_follow_box:
+    if not may_follow_box:  # also if there is no box: then `after` is the whole text
         text = box + after
     text = extract_boxed_content(text, "last")  # returns the text if it has no box
     *introductions, text = re.split(ANSWER_IS, text)
@@ -186,7 +190,7 @@ def extract_answer(text: str) -> str:
     return text
 
 
-# Parts of an answer that math_verify would misread, and what replaces them.
+# Parts of an answer that math_verify would misread, and what replaces them, in this order.
 REWRITES = {
     # \(x = 5.\) -> $$x = 5$$. Each mark of a formula, \( \) \[ \] $ or $$, becomes $$, and a full stop before
     # it is removed. After a backslash it is no such mark: \$ is a currency, \\[ breaks a line of a matrix.
@@ -298,7 +302,10 @@ def is_same_number(gold_value, value) -> bool:
     from sympy import Expr, FiniteSet, Float, Interval, Tuple
 
     if isinstance(gold_value, Tuple | FiniteSet | Interval) and type(gold_value) is type(value):
-        return all(is_same_number(*pair) for pair in zip(gold_value.args, value.args))
+        parts = [gold_value.args, value.args]
+        if isinstance(value, FiniteSet):  # sympy sorts 1.41 and √2 differently
+            parts = [sorted(args, key=lambda number: str(number.evalf(4))) for args in parts]
+        return all(is_same_number(*pair) for pair in zip(*parts))
     numbers = (gold_value, value)
     if not all(isinstance(number, Expr) and number.is_number and number.is_real for number in numbers):
         return True

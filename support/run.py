@@ -367,7 +367,8 @@ class Signals:
     """
 
     def __init__(self):
-        self.received = 0  # the number of the last signal
+        self.received = 0  # the number of the last signal of this rank
+        self.agreed = 0  # a signal of some rank, on which all ranks act
         signal.signal(signal.SIGINT, self.record)
         signal.signal(signal.SIGTERM, self.record)
 
@@ -382,12 +383,12 @@ class Signals:
 
     def received_by_any_rank(self) -> bool:
         """Returns whether some rank has received a signal: all ranks must stop after the same step."""
-        self.received = max(gather(self.received))
-        return self.received > 0
+        self.agreed = max(gather(self.received))
+        return self.agreed > 0
 
     def exit_if_received(self, folder: Path, step: int):
         """Ends the process after a signal, with the exit status that a shell expects."""
-        if not self.received:
+        if not self.agreed:
             return
         by_torchrun = dist.is_torchelastic_launched()
         launcher = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}" if by_torchrun else "python"
@@ -396,7 +397,7 @@ class Signals:
         if by_torchrun:
             print_main("(ignore torchrun's traceback)")
         # Not sys.exit, which would wait for the threads of grpo_math's grader.
-        os._exit(128 + self.received)
+        os._exit(128 + self.agreed)
 
 
 # === Models ===

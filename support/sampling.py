@@ -50,7 +50,7 @@ class Sampler:
         self.engine = None  # starts when the first samples are needed
         # Returns the rewards of this rank's share of the samples, (N,) float64, and 0 for all others.
         self.score = score and partial(function_scores, score)
-        # Called before a run ends because its samples got no rewards.
+        # A script may replace it. It is called before a run ends because its samples got no rewards.
         self.save_run = lambda: None
         if not score and getattr(args, "reward_model", ""):  # grpo_math grades, and has no such flag
             # For a reward model without a chat template: what stands between prompt and sample. A policy
@@ -202,7 +202,8 @@ def decode_completion(tokenizer, prompt: Example, ids: list[int]) -> str:
     prompt, and the prompt's text is removed. A sample that begins a new turn does not need this space.
     """
     prompt_ids = [] if tokenizer.chat_template else prompt.prompt_ids
-    before, full = tokenizer.batch_decode([prompt_ids, prompt_ids + ids])
+    both = [prompt_ids, prompt_ids + ids]
+    before, full = tokenizer.batch_decode(both, clean_up_tokenization_spaces=False)
     return full[len(before) :]
 
 
@@ -456,7 +457,8 @@ def reward_scores(model, tokenizer, device, separator: str, samples: list[Exampl
     shortest_first = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))  # less padding
     batch_size = max(1, REWARD_TOKENS // longest)
     pad_id = model.config.get_text_config().pad_token_id
-    # If it is None or beyond the embedding, samples cannot be padded.
+    # transformers' classifiers find a row's last token by this id, and not by the mask. If it is None or
+    # beyond the embedding, samples cannot be padded.
     if pad_id not in range(model.get_input_embeddings().num_embeddings):
         pad_id = 0
         batch_size = 1
@@ -488,7 +490,8 @@ def reward_input(tokenizer, separator: str, sample: Example) -> str:
     if tokenizer.chat_template:
         messages.append({"role": "assistant", "content": sample.text})
         if not sample.finished:
-            with suppress(InputError):  # some templates change the end of a text, such as a thought
+            # This raises an error if the template changes the text, for example if it removes a thought.
+            with suppress(InputError):
                 return render(tokenizer, messages, continue_final_message=True)
         return render(tokenizer, messages)
     text = "\n".join(message["content"] for message in messages) + separator + sample.text

@@ -78,7 +78,7 @@ def test_the_command_after_a_signal_can_be_pasted(tmp_path, name, monkeypatch, c
 
     monkeypatch.setattr(os, "_exit", leave)
     signals = run.Signals.__new__(run.Signals)  # without its handlers
-    signals.received = 2
+    signals.received, signals.agreed = 15, 2  # another signal came after the ranks had agreed
     with pytest.raises(Ended, match="130"):
         signals.exit_if_received(tmp_path / name, 7)
     command = capsys.readouterr().out.partition("to resume: ")[2].strip()
