@@ -295,7 +295,7 @@ def train_with_trl(together: int, script: str, flags: list[str]):
     args = parse_args(load_script(script), flags)
     Config = getattr(trl, f"{script.upper()}Config")
     BaseTrainer = getattr(trl, f"{script.upper()}Trainer")
-    size = together if script == "dpo" else 2 * together  # rows of a micro-batch
+    size = 2 * together if script == "kto" else together  # rows of a micro-batch
     tokenizer, eos_ids = data.load_tokenizer(args)
     rows = []
     for line in Path(args.dataset).read_text().splitlines():
@@ -305,8 +305,11 @@ def train_with_trl(together: int, script: str, flags: list[str]):
         rows += trl_rows(script, prompt_ids, chosen_ids, rejected_ids)
     of_all_ranks = size * int(os.environ.get("WORLD_SIZE", 1))
     named = ("weight_decay", "max_grad_norm", "beta", "gradient_checkpointing", "output_dir")
+    kto = script == "kto"
+    weights = dict(desirable_weight=args.lambda_D, undesirable_weight=args.lambda_U) if kto else {}
     settings = Config(
         **{name: getattr(args, name) for name in named},
+        **weights,
         per_device_train_batch_size=size,
         gradient_accumulation_steps=args.batch_size // of_all_ranks,
         max_steps=args.num_steps,
