@@ -108,8 +108,7 @@ def make_model(config, positions: int, folder: Path) -> list[str]:
     if config.model_type == "qwen2":
         # In a folder of Qwen2, transformers reads the toy's tokenizer as Qwen2's, which drops its words. A
         # Llama with biases has the same layers.
-        shape = {name: getattr(config, name) for name in SHAPE[1:]}
-        shape |= {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id}
+        shape = {name: getattr(config, name) for name in (*SHAPE[1:], "eos_token_id", "pad_token_id")}
         config = AutoConfig.for_model("llama", **shape, attention_bias=True)
     torch.manual_seed(0)
     with DEVICE:
