@@ -108,8 +108,7 @@ def make_model(config, positions: int, folder: Path) -> list[str]:
     if config.model_type == "qwen2":
         # In a folder of Qwen2, transformers reads the toy's tokenizer as Qwen2's, which drops its words. A
         # Llama with biases has the same layers.
-        shape = {name: getattr(config, name) for name in SHAPE[1:]}
-        shape |= {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id}
+        shape = {name: getattr(config, name) for name in (*SHAPE[1:], "eos_token_id", "pad_token_id")}
         config = AutoConfig.for_model("llama", **shape, attention_bias=True)
     torch.manual_seed(0)
     with DEVICE:
@@ -295,7 +294,7 @@ def train_with_trl(together: int, script: str, flags: list[str]):
     args = parse_args(load_script(script), flags)
     Config = getattr(trl, f"{script.upper()}Config")
     BaseTrainer = getattr(trl, f"{script.upper()}Trainer")
-    size = together if script == "dpo" else 2 * together  # rows of a micro-batch
+    size = 2 * together if script == "kto" else together  # rows of a micro-batch
     tokenizer, eos_ids = data.load_tokenizer(args)
     rows = []
     for line in Path(args.dataset).read_text().splitlines():
@@ -305,8 +304,11 @@ def train_with_trl(together: int, script: str, flags: list[str]):
         rows += trl_rows(script, prompt_ids, chosen_ids, rejected_ids)
     of_all_ranks = size * int(os.environ.get("WORLD_SIZE", 1))
     named = ("weight_decay", "max_grad_norm", "beta", "gradient_checkpointing", "output_dir")
+    kto = script == "kto"
+    weights = dict(desirable_weight=args.lambda_D, undesirable_weight=args.lambda_U) if kto else {}
     settings = Config(
         **{name: getattr(args, name) for name in named},
+        **weights,
         per_device_train_batch_size=size,
         gradient_accumulation_steps=args.batch_size // of_all_ranks,
         max_steps=args.num_steps,

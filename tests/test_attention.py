@@ -73,6 +73,7 @@ def test_a_gpu_that_is_left_with_the_loop_says_that_it_is_slow(monkeypatch):
     monkeypatch.setitem(utils.ATTENTION, "varlen", lacks)
     monkeypatch.setattr(utils, "attention_candidates", lambda *_: (["varlen", "loop"], []))
     assert utils.choose_attention(model, 32) == "loop; varlen: no head size of 4"
+    model.set_attn_implementation("sdpa")
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     told = utils.choose_attention(model, 32)
     assert told.endswith("; slow on a GPU, one call for each sequence, and slower with --compile")
