@@ -469,11 +469,12 @@ def shard_model(args, model, device):
         # runs backward, so its next forward would still use the weights from before a sync.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
         # FSDP divides gradients by the number of ranks. The loss is already divided by the global batch, so
-        # the divisor must be 1.
-        module.set_gradient_divide_factor(1.0)
-        # With a divisor of its own, even 1, FSDP2 reduces with PREMUL_SUM, which gloo does not have. This
-        # call makes it use a plain sum.
-        module.set_force_sum_reduction_for_comms(True)
+        # the divisor must be 1. On one rank it is 1, and setting it would copy every gradient to divide it.
+        if world > 1:
+            module.set_gradient_divide_factor(1.0)
+            # With a divisor of its own, even 1, FSDP2 reduces with PREMUL_SUM, which gloo does not have. This
+            # call makes it use a plain sum.
+            module.set_force_sum_reduction_for_comms(True)
     return model
 
 
