@@ -279,12 +279,11 @@ def hypo(log_ratio, mask, beta):
     Δ is the log-prob of the chosen completion minus that of the rejected one. DPO's margin is Δ_θ - Δ_ref, to
     which this adds min(0, Δ_ref): a reference that prefers the rejected completion counts as neutral.
     """
-    rewards = beta * (log_ratio * mask).sum(-1)  # (2P,)
-    chosen, rejected = rewards.chunk(2)
+    chosen, rejected = (beta * (log_ratio * mask).sum(-1)).chunk(2)
     ref_logps = (LAST.logps - log_ratio.detach()) * mask
     ref_chosen, ref_rejected = ref_logps.sum(-1).chunk(2)
     margin = chosen - rejected + beta * (ref_chosen - ref_rejected).clamp(max=0)
-    return -F.logsigmoid(margin), rewards.detach()
+    return -F.logsigmoid(margin)
 
 
 # === Grading ===

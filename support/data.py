@@ -339,7 +339,8 @@ def render_conversation(tokenizer, prompt: str | list, completions) -> list[str]
                 "pass another --chat-template (docs/data.md)"
             )
         endings.append(conversation[len(before) :])
-        check_rendered(endings[-1], [answer])
+        # Of the conversation, because a template may begin the answer's thought in the prompt.
+        check_rendered(conversation, [*messages, answer])
     return [before, *endings]
 
 

@@ -28,7 +28,6 @@ import tyro
 from filelock import FileLock
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
-from transformers import AutoConfig
 
 from utils import Example, InputError, mean_and_error
 
@@ -63,24 +62,24 @@ def exit_on_input_error():
 
     Notes that were added to the error, for example the file and the line, stand before its message.
     """
-    with suppress(AttributeError):  # notebooks replace stdout
-        # A terminal without UTF-8 shows "\xb1" for "±". On stderr this is Python's default.
+    # Lets a terminal without UTF-8 print "±", as "\xb1". Notebooks replace stdout.
+    with suppress(AttributeError):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
     except InputError as error:
         if not is_main():
-            # torchrun sends SIGTERM to all ranks as soon as one exits. Therefore this rank waits, and rank 0
-            # prints the error first. SIGTERM must end the wait, although `Signals` may have replaced its
-            # handler. After 30 seconds rank 0 has evidently no error, and this rank prints its own.
+            # Only so that an error which all ranks share is printed once, by rank 0: torchrun ends all ranks
+            # by SIGTERM as soon as one exits. SIGTERM must end this wait, although `Signals` may have
+            # replaced its handler. After 30 seconds rank 0 has evidently no error, and this rank prints its
+            # own.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(30)
         message = ": ".join([*getattr(error, "__notes__", []), str(error)])
         tqdm.write(f"error: {message}", file=sys.stderr)  # clears the progress bar first
         if dist.is_initialized() and dist.get_backend() == "gloo":
-            # Otherwise gloo's threads abort the process when it exits. A run on GPUs has these threads too
-            # (`setup`), but its group stays: NCCL's shutdown may wait for ranks that are still in a
-            # collective. This was not tried.
+            # Otherwise gloo's threads abort the process when it exits. The group of a run on GPUs stays,
+            # because NCCL's shutdown may wait for ranks that are still in a collective.
             dist.destroy_process_group()
         raise SystemExit(1) from None
 
@@ -105,10 +104,10 @@ def library_errors(place: str):
 
 @contextmanager
 def checkpoint_errors():
-    """Raises the exception of a rank itself, for example an OSError, or the KeyboardInterrupt of Ctrl-C.
+    """Raises the exception that a rank has raised, in place of the CheckpointException around it.
 
-    torch.distributed.checkpoint wraps the exceptions of all ranks in a CheckpointException, which is not a
-    subclass of Exception.
+    torch.distributed.checkpoint wraps the exceptions of all ranks in a CheckpointException. It is no subclass
+    of Exception: `except Exception` would miss it, and a Ctrl-C inside it would look like damage.
     """
     try:
         yield
@@ -167,8 +166,8 @@ def parse_args(
     # --help shows this description.
     args = tyro.cli(Args, args=flags, default=default, description=f"{doc}\nThe defaults below are {source}.")
     if given.resume:
-        for name in FIXED_BY_RESUME & vars(args).keys():
-            if getattr(args, name) != getattr(default, name):
+        for name in FIXED_BY_RESUME:  # of which each script has some
+            if getattr(args, name, None) != getattr(default, name, None):
                 raise InputError(
                     f"--{name.replace('_', '-')} cannot be changed by --resume: "
                     "the rows of the next steps depend on it"
@@ -205,6 +204,7 @@ def refuse_other_names(flags: list[str]):
         name, _, value = flag.replace("_", "-").partition("=")
         if name in OTHER_NAMES:
             raise InputError(f"{flag}: this flag is {OTHER_NAMES[name]} here")
+        # --humanline=False, or --humanline False, whose "False" is a flag of its own here
         if (value or name) in ("True", "False", "true", "false"):
             raise InputError(f"{flag}: switches take no value; write, for example, --no-humanline")
 
@@ -268,14 +268,15 @@ def check_flags(args, batch_size: int, score=None):
     for name in ("shard_size", "vllm_tensor_parallel"):
         size = getattr(args, name) or 1  # --shard-size 0, all ranks, always divides
         if world % size:
-            flag = f"--{name.replace('_', '-')} {size}"
-            raise InputError(f"{flag} does not divide the number of ranks, {world}")
+            raise InputError(
+                f"--{name.replace('_', '-')} {size} does not divide the number of ranks, {world}"
+            )
     if batch_size % world:
         raise InputError(f"the number of ranks, {world}, does not divide the batch of {batch_size}")
     folder = args.output_dir
     if folder and args.resume:
         raise InputError("--output-dir cannot be changed by --resume: a resumed run stays in its folder")
-    parts = ("args.json", "metrics.jsonl", "checkpoints", "final", "summary.json")
+    parts = ("args.json", "checkpoints")
     if folder and any(os.path.exists(f"{folder}/{part}") for part in parts):
         raise InputError(f"--output-dir {folder} holds a run: to resume it, pass only --resume {folder}")
 
@@ -390,12 +391,12 @@ class Signals:
         """Ends the process after a signal, with the exit status that a shell expects."""
         if not self.agreed:
             return
-        by_torchrun = dist.is_torchelastic_launched()
-        launcher = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}" if by_torchrun else "python"
-        command = f"{launcher} {sys.argv[0]} --resume {shlex.quote(str(folder))}"
-        print_main(f"\nstopped after {step} steps; to resume: {command}")
-        if by_torchrun:
+        launcher = "python"
+        if dist.is_torchelastic_launched():
+            launcher = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
             print_main("(ignore torchrun's traceback)")
+        command = f"{launcher} {shlex.join([sys.argv[0], '--resume', str(folder)])}"
+        print_main(f"\nstopped after {step} steps; to resume: {command}")
         # Not sys.exit, which would wait for the threads of grpo_math's grader.
         os._exit(128 + self.agreed)
 
@@ -427,7 +428,7 @@ def load_pretrained(auto_class, name: str, dtype, trust_remote_code: bool, flag:
         flag: the flag that has named the model, for error messages.
     """
     with library_errors(f"{flag} {name}"):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         config.dtype = None  # otherwise "auto" would be config.json's dtype, which may not be the files'
         model, info = auto_class.from_pretrained(
             name,
@@ -438,12 +439,11 @@ def load_pretrained(auto_class, name: str, dtype, trust_remote_code: bool, flag:
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # they are refused below
         )
-    parameters = dict(model.named_parameters()).keys()
-    missing = parameters & info["missing_keys"]  # missing buffers are computed
-    if missing:
-        raise InputError(f"{flag} {name}: its files have no {min(missing)}")
-    # They may be layers that config.json does not count, or a part that is not trained, such as the
-    # prediction head of DeepSeek-V3.
+    for weight, _ in model.named_parameters():  # missing buffers are computed
+        if weight in info["missing_keys"]:
+            raise InputError(f"{flag} {name}: its files have no {weight}")
+    # Surplus weights may be layers that config.json does not count, or a part that is not trained, such as
+    # the prediction head of DeepSeek-V3.
     surplus = sorted(info["unexpected_keys"])
     if surplus:
         print_main(f"{flag} {name}: {len(surplus)} weights of its files are not used: {surplus[0]} ...")
@@ -529,9 +529,9 @@ def open_folder(args, file: str) -> Path:
     """Creates or opens the run's folder and locks it until this process ends."""
     started = broadcast(int(1000 * time.time()))  # by rank 0's clock
     folder = Path(args.resume or args.output_dir or f"runs/{Path(file).stem}__{args.seed}__{started}")
+    with library_errors(f"--output-dir {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)  # on every machine
     if is_main():
-        with library_errors(f"--output-dir {folder}"):
-            folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".lock", timeout=0)
         with library_errors(f"{folder} (does another process use it?)"):
             lock.acquire()
@@ -545,8 +545,8 @@ def open_folder(args, file: str) -> Path:
 def find_checkpoints(folder: Path) -> list[Path]:
     """Returns all checkpoints of a run, newest first."""
     steps = [path.name.removeprefix("step-") for path in folder.glob("checkpoints/step-*")]
-    numbers = [int(step) for step in steps if step.isdecimal()]  # no copies such as "step-2 copy"
-    return [folder / f"checkpoints/step-{number}" for number in sorted(numbers, reverse=True)]
+    numbers = sorted(int(step) for step in steps if step.isdecimal())  # no copies such as "step-2 copy"
+    return [folder / f"checkpoints/step-{number}" for number in reversed(numbers)]
 
 
 def training_state(policy, reference, optimizer):
@@ -589,8 +589,8 @@ def save_checkpoint(args, folder: Path, policy, reference, optimizer, progress: 
         # Checkpoints of later steps are damaged: `load_checkpoint` skipped them. If they counted among the
         # newest, this complete one could be removed.
         checkpoints = find_checkpoints(folder)
-        up_to_now = checkpoints[checkpoints.index(checkpoint) :]
-        for old in up_to_now[args.keep_checkpoints :]:
+        kept = checkpoints.index(checkpoint) + args.keep_checkpoints
+        for old in checkpoints[kept:]:
             shutil.rmtree(old, ignore_errors=True)
     dist.barrier()  # a rank that exits after a signal could make torchrun end rank 0 before the renaming
     # Every rank has written its part. If machines see different disks, none has a complete checkpoint.
@@ -637,8 +637,8 @@ def load_checkpoint(folder: Path, policy, reference, optimizer, data_hash: str) 
             )
         print_main(f"{progress.step} steps are done: resumes from {checkpoint}")
         return progress
-    # An earlier process has trained here, and its checkpoints are damaged or missing. A run that ended before
-    # its first step has neither, and may start at step 0.
+    # Checkpoints, or metrics without one: an earlier process has trained here. A run that ended before its
+    # first step has left neither, and may start at step 0.
     if checkpoints or (folder / "metrics.jsonl").exists():
         raise InputError(f"--resume {folder}: it has no complete checkpoint; start over in another folder")
     return Progress(data_hash)
@@ -650,15 +650,19 @@ def restore(checkpoint: Path, policy, reference, optimizer) -> Progress:
     for i, group in enumerate(progress.pool):  # JSON has turned all tuples into lists
         progress.pool[i] = tuple(Example(*fields) for fields in group)
     state = training_state(policy, reference, optimizer)
-    # A weight that never had a gradient has no Adam moments in the checkpoint. allow_partial_load keeps the
-    # zeros that `training_state` created. dcp.load would also ignore weights that --model or the checkpoint
-    # lacks, so these are compared first.
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    # dcp.load would ignore weights that --model or the checkpoint lacks, so these are compared first.
     saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     shapes = {f"policy.{name}": weight.shape for name, weight in state["policy"].items()}
     if shapes != {name: entry.size for name, entry in saved.items() if name.startswith("policy.")}:
         raise InputError("--resume: the checkpoint's weights are not those of --model")
-    param_groups = state["optimizer"].pop("param_groups")  # AdamW's settings are those of the flags
+    # AdamW's settings are those of the flags, so dcp.load must not overwrite them.
+    param_groups = state["optimizer"].pop("param_groups")
+    # A weight that never had a gradient has no Adam moments in the checkpoint. allow_partial_load keeps those
+    # that `training_state` created: zeros, but a step has been counted for them.
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    for moments in state["optimizer"]["state"].values():
+        if "step" in moments:  # not in SGD's
+            moments["step"].zero_()
     with checkpoint_errors():
         dcp.load(state, checkpoint_id=checkpoint, planner=planner)  # fills the weights in place
     state["optimizer"]["param_groups"] = param_groups
@@ -692,7 +696,8 @@ def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
         # save_pretrained writes the model's current dtype into config.json, which would be float32.
         policy.to(policy.config.dtype)
         with library_errors(f"{folder} could not be written"):
-            # The slash makes a file of this name an error. Otherwise transformers would write nothing.
+            # With the slash, a file of this name raises an error. Without it, transformers would log one and
+            # write nothing.
             policy.save_pretrained(f"{folder}/", state_dict=weights)
             tokenizer.save_pretrained(folder)
 
@@ -724,7 +729,7 @@ def perf_metrics(started: float, tokens: int) -> dict[str, float]:
 
 def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple], groups_per_step: int):
     """Prints what a run will do, and the first prompt as the policy reads it."""
-    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    parameters = policy.num_parameters()
     print_main(f"model: {args.model}, {parameters:,} parameters, {args.dtype}; files: {folder}")
     humanline = "off"
     if args.humanline:
@@ -734,13 +739,18 @@ def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple], group
     rows = f"{len(groups):,} rows, {epochs:.1f} epochs"
     print_main(f"training: {args.num_steps} steps of {groups_per_step} rows; {rows}")
     first = groups[0][0]
-    for name, ids in (("prompt", first.prompt_ids), ("completion", first.completion_ids)):
-        if ids:
-            print_main(f"the first {name} ({len(ids)} tokens):\n{tokenizer.decode(ids)}")
+    print_main(f"the first prompt ({len(first.prompt_ids)} tokens):\n{tokenizer.decode(first.prompt_ids)}")
+    if first.completion_ids:
+        completion = tokenizer.decode(first.completion_ids)
+        print_main(f"the first completion ({len(first.completion_ids)} tokens):\n{completion}")
 
 
 class Log:
-    """Writes metrics.jsonl, samples.jsonl and TensorBoard's files, and shows a run's progress, on rank 0."""
+    """Writes metrics.jsonl, samples.jsonl and TensorBoard's files, and shows a run's progress, on rank 0.
+
+    An evaluation is the script's Evaluation, of which this class reads the samples and the values, {name: a
+    tensor with one number for each row}.
+    """
 
     def __init__(self, args, folder: Path, start: int, before):
         """start: the number of completed steps. Lines of later steps, which are repeated, are removed.
@@ -750,49 +760,57 @@ class Log:
         self.folder = folder
         self.num_steps = max(args.num_steps, start)  # a finished run may be resumed with fewer
         self.before = before
-        self.path = folder / "metrics.jsonl"  # created by the first step; one line for each step
-        self.samples_path = folder / "samples.jsonl"
         self.bar = tqdm(total=args.num_steps, initial=start, disable=hide_bar())
         if is_main():
             self.writer = SummaryWriter(folder, purge_step=start)
-            keep_steps_before(start, self.path)
-            keep_steps_before(start, self.samples_path)
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                keep_steps_before(start, folder / name)
         if start == 0:
             self.write_tensorboard(self.evaluation(0, before), 0)
 
     def evaluation(self, step: int, evaluation) -> dict[str, float]:
         """Prints an evaluation after `step` updates and writes its samples. Returns its means."""
-        before = self.before.values
         # Both evaluations are of the same rows. The error of their mean change is usually smaller than the
         # errors of both means, because the rows differ more than the change of each.
-        changes = {name: values - before[name] for name, values in evaluation.values.items()}
-        tables = {"before": before, "after": evaluation.values, "change": changes}
-        self.summary = {name: mean_and_error(values) for name, values in tables.items()}
+        before, after = self.before.values, evaluation.values
+        changes = {name: after[name] - before[name] for name in after}
+        self.summary = {
+            "before": mean_and_error(before),
+            "after": mean_and_error(after),
+            "change": mean_and_error(changes),
+        }
         means = {name: mean for name, (mean, _, _) in self.summary["after"].items()}
-        parts = [f"after {step} steps"]
+        line = f"after {step} steps"
         for name, (change, error, _) in self.summary["change"].items():
-            parts.append(f"{name} {means[name]:.3f} ({change:+.3f} ± {error:.3f})")
-        print_main(", ".join(parts))
-        lines = []
+            since_start = f" ({change:+.3f} ± {error:.3f})" if step else ""
+            line += f", {name} {means[name]:.3f}{since_start}"
+        print_main(line)
         for sample in evaluation.samples:
-            line = {"step": step, "prompt": sample.question, "sample": sample.text}
-            line |= {"reward": sample.reward, "finished": sample.finished}
-            lines.append(line | {"tokens": len(sample.completion_ids)})
-        append_lines(self.samples_path, lines)
+            line = {
+                "step": step,
+                "prompt": sample.question,
+                "sample": sample.text,
+                "reward": sample.reward,
+                "finished": sample.finished,
+                "tokens": len(sample.completion_ids),
+            }
+            append_line(self.folder / "samples.jsonl", line)
         return means
 
     def write(self, metrics):
         """Writes the metrics of a step."""
-        append_lines(self.path, [metrics])
+        append_line(self.folder / "metrics.jsonl", metrics)  # created by the first step
         self.write_tensorboard(metrics, metrics["step"])
-        names = ("loss", "grad_norm", "rewards/accuracy")  # mathematics alone has the last one
-        self.bar.set_postfix({name: metrics[name] for name in names if name in metrics}, refresh=False)
+        numbers = f"loss={metrics['loss']:.3g}, grad_norm={metrics['grad_norm']:.3g}"
+        if "rewards/accuracy" in metrics:  # in mathematics
+            numbers += f", rewards/accuracy={metrics['rewards/accuracy']:.3g}"
+        self.bar.set_postfix_str(numbers, refresh=False)
         self.bar.update()
         done = metrics["step"] + 1
         is_due = done == 1 or done % math.ceil(self.num_steps / 10) == 0
         if self.bar.disable and is_due:  # in a log file
             seconds = metrics["perf/step_time"]
-            print_main(f"step {done} of {self.num_steps}: {self.bar.postfix}, {seconds:.2f} s")
+            print_main(f"step {done} of {self.num_steps}: {numbers}, {seconds:.2f} s")
 
     def write_tensorboard(self, metrics, step: int):
         if not is_main():
@@ -824,11 +842,11 @@ class Log:
         print(f"\nwrote {self.folder}")
 
 
-def append_lines(path: Path, lines: list[dict]):
-    """Appends lines to a .jsonl file, on rank 0."""
+def append_line(path: Path, line: dict):
+    """Appends a line to a .jsonl file, on rank 0."""
     if is_main():
         with library_errors(f"{path} could not be written"), path.open("a") as file:
-            file.writelines(f"{json.dumps(line)}\n" for line in lines)
+            file.write(f"{json.dumps(line)}\n")
 
 
 def keep_steps_before(start: int, path: Path):
@@ -836,8 +854,8 @@ def keep_steps_before(start: int, path: Path):
     if not path.is_file():
         return
     kept = []
-    for line in path.read_text().splitlines():
-        with suppress(ValueError):  # a full disk may have left a part of the last line
+    for line in path.read_text(errors="replace").splitlines():
+        with suppress(ValueError, KeyError, TypeError):  # a full disk may have left a part of a line
             if json.loads(line)["step"] < start:
                 kept.append(f"{line}\n")
     write_file(path, "".join(kept))

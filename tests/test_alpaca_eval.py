@@ -13,7 +13,7 @@ import pytest
 from conftest import PAIRS, ROOT, TOY, run_ranks, write_rows
 
 constants = pytest.importorskip("alpaca_eval.constants")
-WORDS = "queen clerk baker nurse pilot judge tailor farmer".split()  # some are unknown to the toy
+WORDS = "queen clerk baker king prince duke cook smith".split()
 ANSWER = {"output": "aster", "generator": "gpt4_1106_preview"}
 REFERENCE = [{"instruction": f"for {word}\n"} | ANSWER for word in WORDS]
 

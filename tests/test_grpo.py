@@ -144,8 +144,8 @@ def test_rewards_of_a_large_group_that_differ_by_less_than_the_threshold_are_equ
 
 def test_the_threshold_is_for_scores_and_not_for_pairs():
     tokenizer, eos_ids = load_tokenizer(Args(model=str(TOY / "policy")))
-    pair = {"prompt": "for king", "chosen": "queen", "rejected": "boat"}
-    scored = {"prompt": "for king", "completions": ["queen", "boat"], "scores": [1, 0]}
+    pair = {"prompt": "about cat", "chosen": "the small dog .", "rejected": "the old cat ."}
+    scored = {"prompt": "about cat", "completions": ["the small dog .", "the old cat ."], "scores": [1, 0]}
     group = encode_row(Args(reward_threshold=2.0), tokenizer, eos_ids, pair)
     assert [x.reward for x in group] == [1, 0]
     assert encode_row(Args(reward_threshold=1.0), tokenizer, eos_ids, scored) == group

@@ -172,11 +172,12 @@ def test_on_the_cpu_the_toy_computes_in_float64_and_another_model_in_float32(fla
 def test_an_engine_that_is_asked_for_is_taken_although_vllm_is_installed(engine, taken, monkeypatch):
     monkeypatch.setattr(sampling, "find_spec", lambda name: True)
     for name in ("TransformersEngine", "VllmEngine"):
-        monkeypatch.setattr(sampling, name, lambda *arguments, name=name: name)
+        engine_class = type(name, (), {"name": name, "__init__": lambda self, *arguments: None})
+        monkeypatch.setattr(sampling, name, engine_class)
     args = dpo_humanline.Args(engine=engine)
     sampler = sampling.Sampler(args, SimpleNamespace(chat_template=None), set(), torch.device("cpu"), 64)
     sampler.start_engine()
-    assert sampler.engine == taken
+    assert sampler.engine.name == taken
 
 
 def test_shards_that_divide_the_ranks_are_accepted(monkeypatch):
@@ -221,7 +222,7 @@ def test_a_row_that_is_no_object_is_told(name, row):
 @pytest.mark.parametrize("label", [None, -1, 2, "yes", []], ids=repr)
 def test_a_label_that_is_not_true_or_false_is_told(label):
     row = {"prompt": "about cat", "completion": "the cat .", "label": label}
-    with pytest.raises(utils.InputError, match="label must be true or false"):
+    with pytest.raises(utils.InputError, match="label must be true or false|no value for 'label'"):
         kto_humanline.encode_row(kto_humanline.Args(), None, set(), row)
 
 

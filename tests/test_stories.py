@@ -157,7 +157,7 @@ def test_the_scripts_read_every_row_and_its_tokens_are_its_text(one_rank):
     assert eos_ids == {2}
     for name, count in (("train", 8192), ("tune", 256), ("test", 256)):
         path = f"{FOLDER}/preferences_{name}.jsonl.gz"
-        groups = grpo_humanline.load_groups(args, tokenizer, eos_ids, path, "")
+        groups = grpo_humanline.load_groups(args, tokenizer, eos_ids, path, "train")
         rows = read_rows(path)
         assert len(groups) == len(rows) == count
         for group, row in zip(groups, rows):

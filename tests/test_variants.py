@@ -176,7 +176,7 @@ def test_hypo_counts_a_reference_that_prefers_the_rejected_completion_as_neutral
     ref_logps[0] = -9 * mask[0]  # here the reference prefers the rejected completion
     LAST.logps = ref_logps + log_ratio
     x = log_ratio.clone().requires_grad_()
-    losses, rewards = variants.hypo(x, mask, beta)
+    losses = variants.hypo(x, mask, beta)
     losses.sum().backward()
     new, old = LAST.logps.numpy().sum(1), ref_logps.numpy().sum(1)
     margins, of_reference = new[:P] - new[P:], old[:P] - old[P:]
@@ -186,9 +186,9 @@ def test_hypo_counts_a_reference_that_prefers_the_rejected_completion_as_neutral
     slopes = -beta / (1 + np.exp(z))
     np.testing.assert_allclose(x.grad[:P].numpy(), mask[:P].numpy() * slopes[:, None], atol=1e-13)
     np.testing.assert_allclose(x.grad[P:].numpy(), -mask[P:].numpy() * slopes[:, None], atol=1e-13)
-    plain, plain_rewards = dpo_humanline.dpo_loss(log_ratio, mask, beta)
+    plain = dpo_humanline.dpo_loss(log_ratio, mask, beta)
     neutral = torch.as_tensor(of_reference > 0)
-    assert torch.equal(rewards, plain_rewards) and torch.allclose(losses.detach()[neutral], plain[neutral])
+    assert torch.allclose(losses.detach()[neutral], plain[neutral])
 
 
 def test_the_kl_penalty_keeps_its_digits_near_0():

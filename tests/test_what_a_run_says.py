@@ -133,8 +133,8 @@ def test_bars_are_for_terminals_and_for_rank_0(monkeypatch):
 def test_a_file_of_another_kind_is_named_with_what_to_do(tmp_path):
     for name in ("data.csv", "data.json"):
         (tmp_path / name).write_text("a,b\n1,2\n")
-        with pytest.raises(utils.InputError, match="convert it to .jsonl"):
-            list(data.read_rows(str(tmp_path / name), ""))
+        with pytest.raises(utils.InputError, match="convert it to one .jsonl"):
+            list(data.read_rows(str(tmp_path / name), "train"))
 
 
 def test_the_flags_of_other_trainers_are_answered_with_ours(capsys):
