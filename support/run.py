@@ -276,7 +276,7 @@ def check_flags(args, batch_size: int, score=None):
     folder = args.output_dir
     if folder and args.resume:
         raise InputError("--output-dir cannot be changed by --resume: a resumed run stays in its folder")
-    parts = ("args.json", "checkpoints")
+    parts = ("args.json", "metrics.jsonl", "checkpoints", "final", "summary.json")
     if folder and any(os.path.exists(f"{folder}/{part}") for part in parts):
         raise InputError(f"--output-dir {folder} holds a run: to resume it, pass only --resume {folder}")
 

@@ -81,8 +81,7 @@ def test_a_line_does_not_break_a_progress_bar(tmp_path, monkeypatch, capsys):
     frames = captured.err.split("\r")
     drawn = [frame for frame in frames if "/4 [" in frame]
     assert drawn and all("after" not in frame for frame in frames)
-    before_line = [number for number, frame in enumerate(frames) if "2/4 [" in frame]
-    assert any(not frame.strip() for frame in frames[before_line[0] + 1 :])  # the bar was cleared
+    assert any(frame and not frame.strip() for frame in frames)  # the bar was cleared, with spaces
     assert "loss=" in drawn[-1] and "grad_norm=" in drawn[-1]
 
 

@@ -1,10 +1,10 @@
 """Grading: other spellings of an answer are right, what only looks equal is wrong, nothing ends a run."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from conftest import ROOT
@@ -152,14 +152,15 @@ def test_a_grader_that_cannot_be_sent_to_a_worker_gives_no_verdict(grader):
     assert grading.grade_all(grader, lambda gold, text, problem: True, [("5", "5", "")]) == [None]
 
 
-def test_workers_that_died_without_an_answer_are_told_in_one_line():
-    """It was a RuntimeError: "Unexpected error within the Pool"."""
+def test_workers_that_died_without_an_answer_are_replaced_or_told_in_one_line():
+    """It was a RuntimeError, "Unexpected error within the Pool", where pebble does not replace the worker."""
     pool = start_grader()
     os.kill(pool.schedule(os.getpid).result(), signal.SIGKILL)  # as the system does if memory runs out
-    deadline = time.monotonic() + 60
-    with pytest.raises(utils.InputError, match="^the workers of the grader have ended; .* --resume"):
-        while time.monotonic() < deadline:  # until pebble has noticed it
-            grading.grade_all(pool, grade, [("5", "5", "")])
+    for _ in range(20):
+        try:
+            assert grading.grade_all(pool, grade, [("5", "5", "")]) == [True]
+        except utils.InputError as error:
+            assert re.match("the workers of the grader have ended; .* --resume", str(error))
     pool.stop()
     pool.join()
 
