@@ -572,6 +572,8 @@ def checkpoint_is_due(args, step: int) -> bool:
 
 def save_checkpoint(args, folder: Path, policy, reference, optimizer, progress: Progress):
     """Writes a checkpoint, then removes all but the newest --keep-checkpoints."""
+    if progress.step == 0:  # nothing to save: the first samples of this run got no rewards
+        return
     checkpoint = folder / "checkpoints" / f"step-{progress.step}"
     # The folder gets its name only when it is complete, so a run that is killed here leaves no partial
     # checkpoint.

@@ -1,6 +1,11 @@
 """What an edit of a script must not break silently on several ranks."""
 
+from types import SimpleNamespace
+
+import torch
 from conftest import PAIRS, metrics, run_ranks
+
+from support import run
 
 
 def test_ranks_train_on_one_batch_and_report_every_metric_whatever_an_edit_does(tmp_path):
@@ -11,3 +16,38 @@ def test_ranks_train_on_one_batch_and_report_every_metric_whatever_an_edit_does(
     for step in metrics(tmp_path / "run"):
         assert (step["extra/rank_0"], step["extra/rank_1"], step["extra/more"]) == (5.0, 7.0, 3.0)
         assert 0 <= step["humanline/clipped_low"] <= 1 and step["humanline/log_ratio_abs_mean"] < 1
+
+
+def test_a_weight_whose_first_gradient_comes_after_a_resume_trains_as_in_a_whole_run(tmp_path, one_rank):
+    """An expert that no token has reached yet, for example. Its Adam moments came back with a step too many."""
+
+    def start():
+        torch.manual_seed(0)
+        policy = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("early", "late")})
+        return policy, torch.nn.Linear(2, 2), torch.optim.AdamW(policy.parameters(), lr=0.1)
+
+    def train(policy, optimizer, names):
+        sum(policy[name](torch.ones(1, 2)).pow(2).sum() for name in names).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    whole, reference, optimizer = start()
+    train(whole, optimizer, ["early"])
+    args = SimpleNamespace(keep_checkpoints=2)
+    run.save_checkpoint(args, tmp_path, whole, reference, optimizer, run.Progress("hash", step=1))
+    resumed, *others = start()
+    assert run.load_checkpoint(tmp_path, resumed, *others, "hash").step == 1
+    for policy, its_optimizer in ((whole, optimizer), (resumed, others[1])):
+        for _ in range(2):
+            train(policy, its_optimizer, ["early", "late"])
+    for name, weight in whole.named_parameters():
+        assert torch.equal(weight, resumed.get_parameter(name)), name
+
+
+def test_a_run_that_ends_before_its_first_step_writes_no_checkpoint(tmp_path, one_rank):
+    """Its optimizer has no moments yet; those of a checkpoint would have counted a step."""
+    policy = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(policy.parameters())
+    args = SimpleNamespace(keep_checkpoints=2)
+    run.save_checkpoint(args, tmp_path, policy, torch.nn.Linear(2, 2), optimizer, run.Progress("hash"))
+    assert list(tmp_path.iterdir()) == [] and not optimizer.state

@@ -137,9 +137,12 @@ def words(text: str) -> int:
 
 @pytest.mark.shape
 def test_the_pages_are_short():
+    """Tables are not counted: they are looked up, and not read."""
     docs = [page for page in PAGES if re.fullmatch(r"docs/\w+\.md", page)]
-    assert len(docs) > 10 and sum(words(prose(page)) for page in docs) <= 17_000
-    assert words(re.sub(r"^\|.*$", "", prose("README.md"), flags=re.MULTILINE)) <= 1_300  # without tables
+    counts = {
+        page: words(re.sub(r"^\|.*$", "", prose(page), flags=re.MULTILINE)) for page in [*docs, "README.md"]
+    }
+    assert len(docs) > 10 and counts.pop("README.md") <= 1_300 and sum(counts.values()) <= 16_000
 
 
 @pytest.mark.parametrize("name", ["requirements-vllm.txt", "requirements-vllm-cpu.txt"])
