@@ -19,7 +19,7 @@ def test_ranks_train_on_one_batch_and_report_every_metric_whatever_an_edit_does(
 
 
 def test_a_weight_whose_first_gradient_comes_after_a_resume_trains_as_in_a_whole_run(tmp_path, one_rank):
-    """An expert that no token has reached yet, for example. Its Adam moments came back with a step too many."""
+    """Such as an expert that no token has reached yet. Its moments came back with a step too many."""
 
     def start():
         torch.manual_seed(0)
