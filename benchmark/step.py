@@ -87,7 +87,7 @@ def parse(flags: list[str]):
     for arm in own.arms:
         if not re.fullmatch(r"offline|k=[1-9]\d*", arm):
             raise utils.InputError(f"--arms {' '.join(own.arms)}: an arm is offline or k=N")
-    own.trl_together = own.trl_together or (own.together,)
+    own.trl_together = list(own.trl_together) or [own.together]
     uneven = [together for together in own.trl_together if own.pairs % (together * own.ranks)]
     if own.trl and (own.script == "grpo" or uneven):
         raise utils.InputError("--trl needs --script dpo or kto; --together x --ranks must divide --pairs")

@@ -27,7 +27,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import utils  # noqa: E402
 from support import data  # noqa: E402
-from support.run import exit_on_input_error, find_checkpoints, library_errors, setup  # noqa: E402
+from support.run import checkpoint_errors, exit_on_input_error, find_checkpoints, library_errors, setup  # noqa: E402  # noqa: E402
 from utils import InputError  # noqa: E402
 
 SCALE = 1.5  # log-ratio in nats of the full colours; also humanline's bound
@@ -79,7 +79,7 @@ def find_checkpoint(run: Path, step: int) -> Path:
 def load_models(script, args, checkpoint: Path, device, groups: list[tuple]) -> tuple:
     """Loads the policy and the reference of a checkpoint, for the sequences of `groups`."""
     models = script.load_models(args, device, data.longest_sequence(args, groups))
-    with library_errors(f"{checkpoint} is damaged, or of another model"):
+    with library_errors(f"{checkpoint} is damaged, or of another model"), checkpoint_errors():
         for name, model in zip(("policy", "reference"), models):
             weights = dcp_state.get_model_state_dict(model)
             dcp.load({name: weights}, checkpoint_id=checkpoint)  # fills the weights in place

@@ -128,7 +128,7 @@ def test_prompt_and_completion_are_the_whole_rendering_on_all_real_pairs(
             row |= {key: row[key][0]["content"] for key in ("chosen", "rejected")}
     data = write_rows(tmp_path / "rows.jsonl", rows)
     args = dpo_humanline.Args(max_prompt_length=20000, max_length=40000)
-    groups = dpo_humanline.load_groups(args, tokenizer, {2}, data, "")
+    groups = dpo_humanline.load_groups(args, tokenizer, {2}, data, "train")
     assert "rows.jsonl: 299 rows\n" in capsys.readouterr().out  # no row is skipped
     for row, group in zip(rows, groups, strict=True):
         for example, completion in zip(group, (row["chosen"], row["rejected"]), strict=True):

@@ -30,6 +30,8 @@ def main():
 
 def run_here(script, *arguments):
     """main of a script in this process; returns the last argument, the run's folder."""
+    if dist.is_initialized():  # by another library, in an earlier test
+        dist.destroy_process_group()
     try:
         with run.exit_on_input_error():
             script.main(parse_args(script, [str(argument) for argument in arguments]))
