@@ -27,7 +27,13 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import utils  # noqa: E402
 from support import data  # noqa: E402
-from support.run import checkpoint_errors, exit_on_input_error, find_checkpoints, library_errors, setup  # noqa: E402  # noqa: E402
+from support.run import (  # noqa: E402
+    checkpoint_errors,
+    exit_on_input_error,
+    find_checkpoints,
+    library_errors,
+    setup,
+)
 from utils import InputError  # noqa: E402
 
 SCALE = 1.5  # log-ratio in nats of the full colours; also humanline's bound
