@@ -312,7 +312,7 @@ def choose_attention(model, longest: int) -> str:
     # large), and in bf16 by more. If the second sequence attends to the first, its log-probs are 0.34 to 2.3
     # nats off on the policies of the toys. More noise than this, on a GPU, would only reject a correct
     # attention; a smaller leak of a large model would be missed. Neither was measured.
-    limit = 0.3 if is_bf16 else 1e-2
+    limit = {torch.bfloat16: 0.3, torch.float32: 1e-3}.get(logits.dtype, 1e-4)
 
     input_ids = tokens.expand(2, 16)
     mask = torch.ones(2, 16, device=model.device)

@@ -14,7 +14,7 @@ TOKENS = {  # of code at most: without comments, docstrings, line ends and inden
     "kto_humanline.py": 3720,
     "grpo_humanline.py": 3860,
     "grpo_math_humanline.py": 3700,
-    "utils.py": 3125,
+    "utils.py": 3140,
     "support/data.py": 2115,
     "support/sampling.py": 3050,
     "support/run.py": 4350,
