@@ -477,9 +477,9 @@ PACKED = (*ATTENTION, "flash_attention_2")  # attention implementations that kee
 # change it, start from the one-line equivalent in `HeadLogps`; the rest is memory and precision. Keep the
 # result in fp32 or wider, because in bf16 log-probs near 2 are spaced 0.016 apart.
 
-# The number of logits that are computed at once: in fp32 4 MiB, which stay in a CPU's cache, or 512 MiB on a
+# The number of logits that are computed at once: in fp32 8 MiB, which stay in a CPU's cache, or 512 MiB on a
 # GPU. With smaller blocks a GPU would wait for the CPU, which launches about 20 operators for each block.
-CPU_BLOCK = 2**20
+CPU_BLOCK = 2**21
 GPU_BLOCK = 2**27
 # Up to this many logits (1 GiB in fp32), all blocks are kept for backward, which saves their second
 # computation. Beyond this number, none is kept.
