@@ -7,8 +7,7 @@ reference point z_0 uses the clipped log-ratios too.
     python kto_humanline.py  # one process, the embedded toy, a minute
     torchrun --nproc-per-node 4 kto_humanline.py --model ... --dataset ...
 
-To change the method, edit `kto_loss` or `kto_margins`; evaluation uses them too. To read other data, edit
-`encode_row`.
+To change the method, edit `kto_loss` or `kto_margins`. To read other data, edit `encode_row`.
 
 Main differences from the authors' code (docs/kto.md; docs/dpo.md#differences-from-the-paper):
     - There is one z_0 for each optimizer step. In the authors' code there is one for each micro-batch.

@@ -107,7 +107,8 @@ def checkpoint_errors():
     """Raises the exception that a rank has raised, in place of the CheckpointException around it.
 
     torch.distributed.checkpoint wraps the exceptions of all ranks in a CheckpointException. It is no subclass
-    of Exception: `except Exception` would miss it, and a Ctrl-C inside it would look like damage.
+    of Exception, so `except Exception` would miss it. To catch it there by its name would be wrong as well,
+    because the exception inside it may be a rank's KeyboardInterrupt.
     """
     try:
         yield
@@ -154,9 +155,7 @@ def parse_args(
         default = load_args(Args, Path(given.resume), file)
     elif given.model:
         settings = paper.get((online, given.humanline), {})
-        variant = ("online" if online else "offline") + (" + humanline" if given.humanline else "")
-        values = ", ".join(f"{name} {value}" for name, value in settings.items()) or "the defaults"
-        source = f"the paper's settings for {variant} ({values})" if paper else "the paper's settings"
+        source = f"the paper's settings ({settings or 'the defaults'})"
         default = Args(**settings)
     else:
         source = "the settings of the embedded toy (with --model: the paper's)"
@@ -209,8 +208,8 @@ def refuse_other_names(flags: list[str]):
             raise InputError(f"{flag}: switches take no value; write, for example, --no-humanline")
 
 
-# Flags that --resume must not change: the rows of a step, or the groups that wait in the pool, depend on
-# them.
+# Flags that --resume must not change. The rows of a step depend on them, or the sampled groups that no step
+# has used yet (`Progress.pool`).
 FIXED_BY_RESUME = {"batch_size", "group_size", "prompts_per_step", "round_prompts", "seed"}
 # Ranges of all four scripts' numbers. Those in POSITIVE must be positive, and those in AT_MOST_1 at most 1.
 # `check_flags` names three exceptions. Every other number must be at least 0.
@@ -229,7 +228,6 @@ POSITIVE = {
     "vllm_tensor_parallel",
     "eval_samples_per_problem",
 }
-MAY_BE_INFINITE = {"log_epsilon_P", "log_epsilon_R", "epsilon", "max_grad_norm", "reward_threshold"}
 AT_MOST_1 = {"top_p", "warmup_fraction", "vllm_memory"}
 
 
@@ -252,8 +250,6 @@ def check_flags(args, batch_size: int, score=None):
             valid = value >= 0
         if name in AT_MOST_1:
             valid = valid and value <= 1
-        if name not in MAY_BE_INFINITE:
-            valid = valid and math.isfinite(value)
         if not valid:  # also if it is nan
             raise InputError(f"--{name.replace('_', '-')} {value} is out of range")
     check_folder("--model", args.model)
@@ -322,7 +318,8 @@ def setup(args, batch_size: int, score=None):
         device = torch.device("cpu")
         backend = "gloo"
         if "OMP_NUM_THREADS" not in os.environ:
-            # as torchrun does for several ranks, so that one process gives the same results
+            # One thread for each rank, as torchrun sets it, because more threads sum in another order, and
+            # would give other results. To use more cores, set OMP_NUM_THREADS.
             torch.set_num_threads(1)
     if "RANK" in os.environ:
         dist.init_process_group(backend)
@@ -361,7 +358,8 @@ def check_ranks_agree(values: dict):
 class Signals:
     """Records SIGINT and SIGTERM, so that the training loop can finish its step and write a checkpoint.
 
-    After the last step, signals end the process at once again.
+    A step ends with `received_by_any_rank`, in which the ranks agree on a signal, and `exit_if_received`,
+    which acts on it. After the last step, signals end the process at once again.
 
     torchrun kills its ranks 30 seconds after it received a signal. If steps take longer, start it with
     `--shutdown-timeout SECONDS`.
@@ -391,12 +389,7 @@ class Signals:
         """Ends the process after a signal, with the exit status that a shell expects."""
         if not self.agreed:
             return
-        launcher = "python"
-        if dist.is_torchelastic_launched():
-            launcher = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
-            print_main("(ignore torchrun's traceback)")
-        command = f"{launcher} {shlex.join([sys.argv[0], '--resume', str(folder)])}"
-        print_main(f"\nstopped after {step} steps; to resume: {command}")
+        print_main(f"\nstopped after {step} steps; to go on, pass only --resume {shlex.quote(str(folder))}")
         # Not sys.exit, which would wait for the threads of grpo_math's grader.
         os._exit(128 + self.agreed)
 
@@ -437,7 +430,7 @@ def load_pretrained(auto_class, name: str, dtype, trust_remote_code: bool, flag:
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # they are refused below
+            ignore_mismatched_sizes=True,  # refused below: transformers' error does not name the weight first
         )
     for weight, _ in model.named_parameters():  # missing buffers are computed
         if weight in info["missing_keys"]:
@@ -463,7 +456,8 @@ def check_folder(flag: str, name: str):
     """Raises InputError if a model is a misspelt path, or the folder of an adapter.
 
     Without this check, transformers would look for "runs/misspelt" on the Hub, which takes a minute if there
-    is no connection. A name of the Hub, such as "openai/gpt-oss", is no path unless a folder "openai" exists.
+    is no connection. A name of the Hub, such as "openai/gpt-oss", has one slash, and is no path unless there
+    is a folder "openai".
     """
     folder = Path(name)
     is_path = name.count("/") > 1 or ("/" in name and folder.parent.exists())
@@ -544,9 +538,9 @@ def open_folder(args, file: str) -> Path:
 
 def find_checkpoints(folder: Path) -> list[Path]:
     """Returns all checkpoints of a run, newest first."""
-    steps = [path.name.removeprefix("step-") for path in folder.glob("checkpoints/step-*")]
-    numbers = sorted(int(step) for step in steps if step.isdecimal())  # no copies such as "step-2 copy"
-    return [folder / f"checkpoints/step-{number}" for number in reversed(numbers)]
+    names = [path.name.removeprefix("step-") for path in folder.glob("checkpoints/step-*")]
+    numbers = [int(name) for name in names if name.isdecimal()]  # no copies such as "step-2 copy"
+    return [folder / f"checkpoints/step-{number}" for number in sorted(numbers, reverse=True)]
 
 
 def training_state(policy, reference, optimizer):
@@ -572,7 +566,8 @@ def checkpoint_is_due(args, step: int) -> bool:
 
 def save_checkpoint(args, folder: Path, policy, reference, optimizer, progress: Progress):
     """Writes a checkpoint, then removes all but the newest --keep-checkpoints."""
-    if progress.step == 0:  # nothing to save: the first samples of this run got no rewards
+    # `Sampler.rewards` calls this before it ends the run. Before the first step there is nothing to save.
+    if progress.step == 0:
         return
     checkpoint = folder / "checkpoints" / f"step-{progress.step}"
     # The folder gets its name only when it is complete, so a run that is killed here leaves no partial
@@ -585,17 +580,19 @@ def save_checkpoint(args, folder: Path, policy, reference, optimizer, progress: 
             dcp.save(state, checkpoint_id=unfinished)
         if is_main():
             (unfinished / "progress.json").write_text(json.dumps(vars(progress)))
-            shutil.rmtree(checkpoint, ignore_errors=True)  # a damaged checkpoint of this step
+            # The same step's: a damaged one, or the one from which this run has resumed
+            shutil.rmtree(checkpoint, ignore_errors=True)
             unfinished.rename(checkpoint)
     if is_main() and args.keep_checkpoints:
-        # Checkpoints of later steps are damaged: `load_checkpoint` skipped them. If they counted among the
-        # newest, this complete one could be removed.
+        # Checkpoints of later steps are damaged: `load_checkpoint` has skipped them. The newest ones are
+        # counted from this one, because otherwise this complete one could be removed.
         checkpoints = find_checkpoints(folder)
         kept = checkpoints.index(checkpoint) + args.keep_checkpoints
         for old in checkpoints[kept:]:
             shutil.rmtree(old, ignore_errors=True)
     dist.barrier()  # a rank that exits after a signal could make torchrun end rank 0 before the renaming
-    # Every rank has written its part. If machines see different disks, none has a complete checkpoint.
+    # Every rank has written its part. On separate disks, which show here at the earliest (two machines may
+    # have copies of a folder), no machine has a complete checkpoint.
     if not all(gather(checkpoint.exists())):
         raise InputError(f"--output-dir {folder} is not on a disk that all machines see")
 
@@ -605,14 +602,15 @@ def hash_data(groups: list[tuple], held_out: list[tuple]) -> str:
 
     Raises InputError if another rank has read other data, for training or for evaluation.
     """
-    hashes = {}
-    for flag, data in (("--dataset", groups), ("--eval-dataset", held_out)):
+    hashes = []
+    for rows in (groups, held_out):
         content = hashlib.sha256()
-        for group in data:
+        for group in rows:
             content.update(repr(group).encode())
-        hashes[f"the hash of {flag}'s rows"] = content.hexdigest()
-    check_ranks_agree(hashes)
-    return hashes["the hash of --dataset's rows"]
+        hashes.append(content.hexdigest())
+    names = ("the hash of --dataset's rows", "the hash of --eval-dataset's rows")
+    check_ranks_agree(dict(zip(names, hashes)))
+    return hashes[0]
 
 
 def load_checkpoint(folder: Path, policy, reference, optimizer, data_hash: str) -> Progress:
@@ -639,8 +637,8 @@ def load_checkpoint(folder: Path, policy, reference, optimizer, data_hash: str) 
             )
         print_main(f"{progress.step} steps are done: resumes from {checkpoint}")
         return progress
-    # Checkpoints, or metrics without one: an earlier process has trained here. A run that ended before its
-    # first step has left neither, and may start at step 0.
+    # A run that has made a step must not start at step 0 again. It has left checkpoints, all of them damaged,
+    # or, before its first one, metrics.jsonl. A run that ended before its first step has left neither.
     if checkpoints or (folder / "metrics.jsonl").exists():
         raise InputError(f"--resume {folder}: it has no complete checkpoint; start over in another folder")
     return Progress(data_hash)
@@ -659,11 +657,12 @@ def restore(checkpoint: Path, policy, reference, optimizer) -> Progress:
         raise InputError("--resume: the checkpoint's weights are not those of --model")
     # AdamW's settings are those of the flags, so dcp.load must not overwrite them.
     param_groups = state["optimizer"].pop("param_groups")
-    # A weight that never had a gradient has no Adam moments in the checkpoint. allow_partial_load keeps those
-    # that `training_state` created: zeros, but a step has been counted for them.
+    # dcp.load fills tensors that exist. Therefore `training_state` has created Adam's moments, by a step with
+    # gradients of zero. A weight that never had a gradient has no moments in the checkpoint:
+    # allow_partial_load lets it keep the zeros, and the step that was counted for it is taken back here.
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     for moments in state["optimizer"]["state"].values():
-        if "step" in moments:  # not in SGD's
+        if "step" in moments:  # SGD, for example, counts none
             moments["step"].zero_()
     with checkpoint_errors():
         dcp.load(state, checkpoint_id=checkpoint, planner=planner)  # fills the weights in place
@@ -698,9 +697,7 @@ def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
         # save_pretrained writes the model's current dtype into config.json, which would be float32.
         policy.to(policy.config.dtype)
         with library_errors(f"{folder} could not be written"):
-            # With the slash, a file of this name raises an error. Without it, transformers would log one and
-            # write nothing.
-            policy.save_pretrained(f"{folder}/", state_dict=weights)
+            policy.save_pretrained(folder, state_dict=weights)
             tokenizer.save_pretrained(folder)
 
 
@@ -760,9 +757,10 @@ class Log:
         before: the evaluation before training, with which later evaluations are compared.
         """
         self.folder = folder
-        self.num_steps = max(args.num_steps, start)  # a finished run may be resumed with fewer
+        # A run that is resumed with fewer steps than it has made reports those that it has made.
+        self.num_steps = max(args.num_steps, start)
         self.before = before
-        self.bar = tqdm(total=args.num_steps, initial=start, disable=hide_bar())
+        self.bar = tqdm(total=self.num_steps, initial=start, disable=hide_bar())
         if is_main():
             self.writer = SummaryWriter(folder, purge_step=start)
             for name in ("metrics.jsonl", "samples.jsonl"):

@@ -15,9 +15,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import dpo_humanline
 import grpo_math_humanline
-from support import data
+from support import data, sampling
 from support.data import SkipRow
-from utils import InputError
+from utils import Example, InputError
 
 QUESTION, ANSWER = "Why is\nthe sky blue?", "Because \\frac{1}{2}\n\n  of it scatters."
 
@@ -63,6 +63,22 @@ def test_a_row_that_the_tokenizer_changes_is_skipped(kind, in_prompt):
     assert len(encode(bytes_or_pieces("bytes", CHATML), *texts)) == 2
     with pytest.raises(SkipRow, match="its tokens are not its text"):
         encode(changed(kind), *texts)
+
+
+def test_tags_that_are_special_tokens_stay_in_a_samples_text():
+    """They vanished before the grader and the reward model, which read thought and answer as one text."""
+    tokenizer = bytes_or_pieces("bytes", CHATML)
+    tags = ["<think>", "</think>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": tags})
+    text = "<think>17 + 25 = 42</think>\\boxed{42}"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert {*tokenizer.convert_tokens_to_ids(tags)} == {*ids} & {*tokenizer.all_special_ids}
+    prompt = Example("17 + 25", tokenizer("17 + 25", add_special_tokens=False).input_ids)
+    for template in (CHATML, None):  # a new turn, and a text that goes on
+        tokenizer.chat_template = template
+        sample = prompt._replace(text=sampling.decode_completion(tokenizer, prompt, ids))
+        assert sample.text == text
+        assert text in sampling.reward_input(tokenizer, "", sample)
 
 
 def test_one_unknown_word_is_enough():
