@@ -210,7 +210,7 @@ def main(args: Args):
     for step in range(progress.step, args.num_steps):
         metrics = {"step": step}
         if step > 0 and args.eval_every and step % args.eval_every == 0:
-            metrics |= log.evaluation(step, evaluate(args, policy, sampler, held_out, before))
+            metrics |= log.write_evaluation(step, evaluate(args, policy, sampler, held_out, before))
         started = time.perf_counter()
 
         # The global batch, the same on all ranks: pairs of the data set or, online, of the policy's samples.

@@ -227,7 +227,7 @@ def main(args: Args):
     for step in range(progress.step, args.num_steps):
         metrics = {"step": step}
         if step > 0 and args.eval_every and step % args.eval_every == 0:
-            metrics |= log.evaluation(step, evaluate(args, policy, sampler, grader, held_out))
+            metrics |= log.write_evaluation(step, evaluate(args, policy, sampler, grader, held_out))
         started = time.perf_counter()
 
         # The global batch, the same on all ranks: groups of the policy's own samples. A round gives the

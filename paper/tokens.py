@@ -28,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import utils  # noqa: E402
 from support import data  # noqa: E402
 from support.run import (  # noqa: E402
-    checkpoint_errors,
     exit_on_input_error,
     find_checkpoints,
     library_errors,
     setup,
+    unwrap_checkpoint_exception,
 )
 from utils import InputError  # noqa: E402
 
@@ -85,7 +85,7 @@ def find_checkpoint(run: Path, step: int) -> Path:
 def load_models(script, args, checkpoint: Path, device, groups: list[tuple]) -> tuple:
     """Loads the policy and the reference of a checkpoint, for the sequences of `groups`."""
     models = script.load_models(args, device, data.longest_sequence(args, groups))
-    with library_errors(f"{checkpoint} is damaged, or of another model"), checkpoint_errors():
+    with library_errors(f"{checkpoint} is damaged, or of another model"), unwrap_checkpoint_exception():
         for name, model in zip(("policy", "reference"), models):
             weights = dcp_state.get_model_state_dict(model)
             dcp.load({name: weights}, checkpoint_id=checkpoint)  # fills the weights in place

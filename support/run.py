@@ -50,10 +50,11 @@ def hide_bar() -> bool:
 
 
 # === Errors ===
-# Bad input and a full disk end a run with one line and exit status 1. Every other exception keeps its
-# traceback: memory has run out, or there is a bug, maybe in an edited loss. (`load_checkpoint` reports any
-# exception of reading as damage.) A new check should raise InputError. A new call of a library that may fail
-# because of the user's input belongs inside `library_errors`.
+# Bad input and a full disk end a run with one line and exit status 1. (A flag that tyro cannot read ends it
+# with tyro's message and 2.) Every other exception keeps its traceback: memory has run out in a step, or
+# there is a bug, maybe in an edited loss. (`load_checkpoint` reports any exception of reading as damage.) A
+# new check should raise InputError. A new call of a library that may fail because of the user's input belongs
+# inside `library_errors`.
 
 
 @contextmanager
@@ -62,17 +63,18 @@ def exit_on_input_error():
 
     Notes that were added to the error, for example the file and the line, stand before its message.
     """
-    # Lets a terminal without UTF-8 print "±", as "\xb1". Notebooks replace stdout.
+    # Lets a terminal without UTF-8 print "±", as "\xb1". It is done here because every script begins with
+    # this block. A notebook's stdout has no such method.
     with suppress(AttributeError):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
     except InputError as error:
         if not is_main():
-            # Only so that an error which all ranks share is printed once, by rank 0: torchrun ends all ranks
-            # by SIGTERM as soon as one exits. SIGTERM must end this wait, although `Signals` may have
-            # replaced its handler. After 30 seconds rank 0 has evidently no error, and this rank prints its
-            # own.
+            # This rank waits, so that an error that all ranks share is printed once, by rank 0: torchrun
+            # sends SIGTERM to all ranks as soon as one exits. SIGTERM must end this wait, although `Signals`
+            # may have replaced its handler. After 30 seconds rank 0 has evidently no error, and this rank
+            # prints its own.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(30)
         message = ": ".join([*getattr(error, "__notes__", []), str(error)])
@@ -103,7 +105,7 @@ def library_errors(place: str):
 
 
 @contextmanager
-def checkpoint_errors():
+def unwrap_checkpoint_exception():
     """Raises the exception that a rank has raised, in place of the CheckpointException around it.
 
     torch.distributed.checkpoint wraps the exceptions of all ranks in a CheckpointException. It is no subclass
@@ -148,7 +150,7 @@ def parse_args(
         flags = sys.argv[1:]
     refuse_other_names(flags)
     # The first pass only looks for the flags that choose the defaults of the second.
-    given, _ = tyro.cli(Args, args=flags, add_help=False, return_unknown_args=True)
+    given, _ = tyro.cli(Args, args=flags, add_help=False, return_unknown_args=True, console_outputs=is_main())
     online = getattr(given, "online", False)
     if given.resume:
         source = f"the settings of {given.resume}"
@@ -163,7 +165,8 @@ def parse_args(
             toy = toy | toy_online
         default = Args(**toy)
     # --help shows this description.
-    args = tyro.cli(Args, args=flags, default=default, description=f"{doc}\nThe defaults below are {source}.")
+    description = f"{doc}\nThe defaults below are {source}."
+    args = tyro.cli(Args, args=flags, default=default, description=description, console_outputs=is_main())
     if given.resume:
         for name in FIXED_BY_RESUME:  # of which each script has some
             if getattr(args, name, None) != getattr(default, name, None):
@@ -175,7 +178,8 @@ def parse_args(
     return args
 
 
-# Flags of other trainers, and those of these scripts.
+# Flags of other trainers, and those of these scripts. Most users come from another trainer, and tyro alone
+# would only say that it does not know the flag.
 OTHER_NAMES = {
     "--learning-rate": "--lr",
     "--max-steps": "--num-steps",
@@ -208,8 +212,8 @@ def refuse_other_names(flags: list[str]):
             raise InputError(f"{flag}: switches take no value; write, for example, --no-humanline")
 
 
-# Flags that --resume must not change. The rows of a step depend on them, or the sampled groups that no step
-# has used yet (`Progress.pool`).
+# Flags that --resume must not change. Which rows a step uses, and which sampled groups wait for one
+# (`Progress.pool`), depend on them. Flags that only change how later samples are drawn may change.
 FIXED_BY_RESUME = {"batch_size", "group_size", "prompts_per_step", "round_prompts", "seed"}
 # Ranges of all four scripts' numbers. Those in POSITIVE must be positive, and those in AT_MOST_1 at most 1.
 # `check_flags` names three exceptions. Every other number must be at least 0.
@@ -311,7 +315,8 @@ def setup(args, batch_size: int, score=None):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         # Sequence lengths vary, which fragments GPU memory. This variable must be set before CUDA starts.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-        torch.cuda.set_device(device)
+        with library_errors(f"the GPU of local rank {device.index}"):
+            torch.cuda.set_device(device)
         torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would compile a plan for every new length
         backend = "cpu:gloo,cuda:nccl"  # gloo is for Python objects (`gather`)
     else:
@@ -379,6 +384,8 @@ class Signals:
     def release(self):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self.received:  # after the ranks' last agreement
+            signal.raise_signal(self.received)
 
     def received_by_any_rank(self) -> bool:
         """Returns whether some rank has received a signal: all ranks must stop after the same step."""
@@ -430,7 +437,7 @@ def load_pretrained(auto_class, name: str, dtype, trust_remote_code: bool, flag:
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # refused below: transformers' error does not name the weight first
+            ignore_mismatched_sizes=True,  # refused below, because transformers' first line names no weight
         )
     for weight, _ in model.named_parameters():  # missing buffers are computed
         if weight in info["missing_keys"]:
@@ -442,7 +449,6 @@ def load_pretrained(auto_class, name: str, dtype, trust_remote_code: bool, flag:
         print_main(f"{flag} {name}: {len(surplus)} weights of its files are not used: {surplus[0]} ...")
     for weight, shape, expected in info["mismatched_keys"]:
         raise InputError(f"{flag} {name}: its files have {weight} as {[*shape]} instead of {[*expected]}")
-    # Machines may hold different files under the same path.
     check_ranks_agree({f"the checksum of {flag}'s weights": checksum(model)})
     # For `export`. Usually all weights have the dtype of the files' first weight. But some models with
     # experts keep their routers in fp32.
@@ -470,7 +476,8 @@ def check_folder(flag: str, name: str):
 def checksum(model) -> int:
     """Hashes the first 1000 numbers of every weight, so that ranks can compare what they loaded.
 
-    A difference behind these numbers is not found, but no rank has to read its files completely.
+    Ranks with other files under the same path would train on a mixture of two models, without an error. A
+    difference behind these numbers is not found, but no rank has to read its files completely.
     """
     return sum(torch.hash_tensor(weight.flatten()[:1000]).item() for weight in model.parameters())
 
@@ -576,11 +583,12 @@ def save_checkpoint(args, folder: Path, policy, reference, optimizer, progress: 
     state = training_state(policy, reference, optimizer)
     free = shutil.disk_usage(folder).free  # where a disk is full, the library's own message does not say so
     with library_errors(f"{checkpoint} could not be written ({free / 1e6:,.0f} MB were free)"):
-        with checkpoint_errors():
+        with unwrap_checkpoint_exception():
             dcp.save(state, checkpoint_id=unfinished)
         if is_main():
             (unfinished / "progress.json").write_text(json.dumps(vars(progress)))
-            # The same step's: a damaged one, or the one from which this run has resumed
+            # A checkpoint of the same step is damaged, or it is the one from which this run has resumed, if
+            # there were no rewards for the next step.
             shutil.rmtree(checkpoint, ignore_errors=True)
             unfinished.rename(checkpoint)
     if is_main() and args.keep_checkpoints:
@@ -591,8 +599,8 @@ def save_checkpoint(args, folder: Path, policy, reference, optimizer, progress: 
         for old in checkpoints[kept:]:
             shutil.rmtree(old, ignore_errors=True)
     dist.barrier()  # a rank that exits after a signal could make torchrun end rank 0 before the renaming
-    # Every rank has written its part. On separate disks, which show here at the earliest (two machines may
-    # have copies of a folder), no machine has a complete checkpoint.
+    # Every rank has written its part to its own disk. If machines do not share the disk, none has a complete
+    # checkpoint. `load_checkpoint` would not notice this if both had copies of the folder.
     if not all(gather(checkpoint.exists())):
         raise InputError(f"--output-dir {folder} is not on a disk that all machines see")
 
@@ -610,7 +618,7 @@ def hash_data(groups: list[tuple], held_out: list[tuple]) -> str:
         hashes.append(content.hexdigest())
     names = ("the hash of --dataset's rows", "the hash of --eval-dataset's rows")
     check_ranks_agree(dict(zip(names, hashes)))
-    return hashes[0]
+    return hashes[0]  # the held-out data may change: a resumed run evaluates the initial policy again
 
 
 def load_checkpoint(folder: Path, policy, reference, optimizer, data_hash: str) -> Progress:
@@ -657,14 +665,14 @@ def restore(checkpoint: Path, policy, reference, optimizer) -> Progress:
         raise InputError("--resume: the checkpoint's weights are not those of --model")
     # AdamW's settings are those of the flags, so dcp.load must not overwrite them.
     param_groups = state["optimizer"].pop("param_groups")
-    # dcp.load fills tensors that exist. Therefore `training_state` has created Adam's moments, by a step with
-    # gradients of zero. A weight that never had a gradient has no moments in the checkpoint:
-    # allow_partial_load lets it keep the zeros, and the step that was counted for it is taken back here.
+    # dcp.load fills tensors that exist, so `training_state` has created the optimizer's, or they are those of
+    # a checkpoint whose reading has failed. They become 0, as at step 0. allow_partial_load lets a weight
+    # keep these zeros if the checkpoint has none of its tensors, because it never had a gradient.
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     for moments in state["optimizer"]["state"].values():
-        if "step" in moments:  # SGD, for example, counts none
-            moments["step"].zero_()
-    with checkpoint_errors():
+        for moment in moments.values():
+            moment.zero_()
+    with unwrap_checkpoint_exception():
         dcp.load(state, checkpoint_id=checkpoint, planner=planner)  # fills the weights in place
     state["optimizer"]["param_groups"] = param_groups
     dcp_state.set_optimizer_state_dict(policy, optimizer, state["optimizer"])
@@ -697,7 +705,9 @@ def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
         # save_pretrained writes the model's current dtype into config.json, which would be float32.
         policy.to(policy.config.dtype)
         with library_errors(f"{folder} could not be written"):
-            policy.save_pretrained(folder, state_dict=weights)
+            # The slash raises an error if there is a file of this name. transformers alone would only log
+            # one, and the trained model would be lost.
+            policy.save_pretrained(f"{folder}/", state_dict=weights)
             tokenizer.save_pretrained(folder)
 
 
@@ -766,15 +776,18 @@ class Log:
             for name in ("metrics.jsonl", "samples.jsonl"):
                 keep_steps_before(start, folder / name)
         if start == 0:
-            self.write_tensorboard(self.evaluation(0, before), 0)
+            self.write_tensorboard(self.write_evaluation(0, before), 0)
 
-    def evaluation(self, step: int, evaluation) -> dict[str, float]:
-        """Prints an evaluation after `step` updates and writes its samples. Returns its means."""
+    def write_evaluation(self, step: int, evaluation) -> dict[str, float]:
+        """Prints an evaluation after `step` updates and writes its samples. Returns its means.
+
+        The caller writes the means, in a step together with the step's metrics.
+        """
         # Both evaluations are of the same rows. The error of their mean change is usually smaller than the
         # errors of both means, because the rows differ more than the change of each.
         before, after = self.before.values, evaluation.values
         changes = {name: after[name] - before[name] for name in after}
-        self.summary = {
+        self.summary = {  # `report` needs that of the last evaluation
             "before": mean_and_error(before),
             "after": mean_and_error(after),
             "change": mean_and_error(changes),
@@ -823,7 +836,7 @@ class Log:
     def report(self, after):
         """Prints what training has changed, and writes summary.json. after: the evaluation after training."""
         self.bar.close()
-        self.write_tensorboard(self.evaluation(self.num_steps, after), self.num_steps)
+        self.write_tensorboard(self.write_evaluation(self.num_steps, after), self.num_steps)
         if not is_main():
             return
         write_file(self.folder / "summary.json", json.dumps(self.summary, indent=2))

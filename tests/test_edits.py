@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from conftest import PAIRS, metrics, run_ranks
 
@@ -18,8 +19,14 @@ def test_ranks_train_on_one_batch_and_report_every_metric_whatever_an_edit_does(
         assert 0 <= step["humanline/clipped_low"] <= 1 and step["humanline/log_ratio_abs_mean"] < 1
 
 
-def test_a_weight_whose_first_gradient_comes_after_a_resume_trains_as_in_a_whole_run(tmp_path, one_rank):
-    """Such as an expert that no token has reached yet. Its moments came back with a step too many."""
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_weight_whose_first_gradient_comes_after_a_resume_trains_as_in_a_whole_run(
+    damaged, tmp_path, one_rank
+):
+    """Such as an expert that no token has reached yet. Its moments came back with a step too many.
+
+    damaged: a later checkpoint, which has its moments, is read in part.
+    """
 
     def start():
         torch.manual_seed(0)
@@ -36,6 +43,15 @@ def test_a_weight_whose_first_gradient_comes_after_a_resume_trains_as_in_a_whole
     args = SimpleNamespace(keep_checkpoints=2)
     run.save_checkpoint(args, tmp_path, whole, reference, optimizer, run.Progress("hash", step=1))
     resumed, *others = start()
+    if damaged:
+        later, later_reference, later_optimizer = start()
+        for names in (["early"], ["early", "late"]):
+            train(later, later_optimizer, names)
+        run.save_checkpoint(
+            args, tmp_path, later, later_reference, later_optimizer, run.Progress("hash", step=2)
+        )
+        run.restore(tmp_path / "checkpoints/step-2", resumed, *others)
+        (tmp_path / "checkpoints/step-2/progress.json").unlink()
     assert run.load_checkpoint(tmp_path, resumed, *others, "hash").step == 1
     for policy, its_optimizer in ((whole, optimizer), (resumed, others[1])):
         for _ in range(2):
