@@ -396,7 +396,12 @@ class Signals:
         """Ends the process after a signal, with the exit status that a shell expects."""
         if not self.agreed:
             return
-        print_main(f"\nstopped after {step} steps; to go on, pass only --resume {shlex.quote(str(folder))}")
+        launcher = "python"
+        if dist.is_torchelastic_launched():
+            launcher = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+            print_main("(ignore torchrun's traceback)")
+        command = f"{launcher} {shlex.join([sys.argv[0], '--resume', str(folder)])}"
+        print_main(f"\nstopped after {step} steps; to resume: {command}")
         # Not sys.exit, which would wait for the threads of grpo_math's grader.
         os._exit(128 + self.agreed)
 

@@ -87,7 +87,7 @@ def test_a_run_ended_at_any_moment_goes_on_as_if_nothing_was(uninterrupted, tmp_
     codes = [process.exitcode for process in processes]
     assert codes in ([0] * ranks, [-9 if number == KILL else 128 + number] * ranks), outputs
     if codes[0] > 0:
-        assert re.search(rf" steps; to go on, pass only --resume {folder}\n", outputs[0])
+        assert re.search(rf" steps; to resume: python .* --resume {folder}\n", outputs[0])
     if list(folder.glob("checkpoints/step-*")):
         run_ranks(ranks, [["--resume", str(folder)]], script=script)
         same(folder, whole)
@@ -194,7 +194,9 @@ def test_a_signal_under_torchrun_lets_the_step_finish_and_says_how_to_go_on(tmp_
         output, errors = process.communicate(timeout=120)
     done = lines(folder)
     (stopped,) = [line for line in output.splitlines() if line.startswith("stopped")]
-    assert stopped == f"stopped after {done} steps; to go on, pass only --resume {folder}"
+    command = f"torchrun --nproc-per-node 2 {ROOT / 'dpo_humanline.py'} --resume {folder}"
+    assert stopped == f"stopped after {done} steps; to resume: {command}"
+    assert "(ignore torchrun's traceback)" in output
     assert 2 <= done < STEPS and (folder / "checkpoints" / f"step-{done}" / "progress.json").exists()
     # No traceback but that of torchrun, which ends with its own code.
     assert 'dpo_humanline.py", line' not in errors and process.returncode == 1

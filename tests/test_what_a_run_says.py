@@ -110,7 +110,8 @@ def test_ctrl_c_is_answered_at_once_and_ends_the_run_after_the_step(tmp_path):
     said, errors = process.communicate(timeout=120)
     assert "\nstopping after this step, with a checkpoint\n" in errors and process.returncode == 130
     done = len(metrics(tmp_path / "run"))
-    assert f"stopped after {done} steps; to go on, pass only --resume {tmp_path / 'run'}\n" in said
+    command = f"python {ROOT / 'dpo_humanline.py'} --resume {tmp_path / 'run'}"
+    assert f"stopped after {done} steps; to resume: {command}\n" in said and "torchrun" not in said
 
 
 def test_after_the_last_step_a_signal_ends_the_process():
