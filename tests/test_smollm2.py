@@ -66,8 +66,9 @@ def flags(smollm2, tmp_path_factory) -> list[str]:
     return [*map(str, [*flags, "--reward-threshold", "0", "--lr", "1e-6", *COMMON])]
 
 
-@pytest.mark.parametrize("script", ["dpo_humanline", "kto_humanline", "grpo_humanline"])
-@pytest.mark.parametrize("online", [False, True])
+@pytest.mark.parametrize(
+    ("script", "online"), [("dpo_humanline", False), ("kto_humanline", True), ("grpo_humanline", True)]
+)
 def test_a_script_trains(script, online, flags, tmp_path):
     variant = ["--online"] if online else []
     run_ranks(
