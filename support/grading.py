@@ -126,7 +126,7 @@ def grade(gold: str, text: str, problem: str) -> bool | None:
     gold_letters, letters = [re.sub(WORDS, "", latex) for latex in (gold_formula, formula)]
     if any(letter not in gold_letters and letter.swapcase() in gold_letters for letter in letters):
         return False
-    # It also ignores bases, although 10_2 is not 10, and \phantom{3}, which prints nothing.
+    # It also ignores bases, although 10_2 is not 10, and \phantom, of which `rewrite` leaves nested braces.
     bases = re.findall(BASE, formula)
     if "\\phantom" in formula or bases and bases != re.findall(BASE, gold_formula):
         return False
@@ -203,6 +203,8 @@ REWRITES = {
     r"(?:^|(?<=\$\$)) *(?:\\approx|≈)": "",
     # 0.1\overline{6} -> 0.166666666. Eight times the period are more digits than `is_same_number` compares.
     r"(?<=\.)(\d*)\\(?:overline|bar) ?\{?(\d+)\}?": r"\1" + r"\2" * 8,
+    # \phantom{3} and \phantom - print nothing.
+    r"\\phantom *(?:\{[^{}]*\}|[^{])": "",
     # 24{,}000 -> 24000, and the same for 24\,000 and 24 000.
     r"(?<=\d)(?:,\\!|\\[,; ]|\{,\}| )(?=\d{3}(?!\d))": "",
     # \frac\pi 4 -> \frac{\pi} 4.
@@ -283,6 +285,7 @@ def is_copied(gold: str, answer: str, problem: str) -> bool:
     formulas = []
     for formula in (gold, answer, rewrite(problem)):
         formula = re.sub(SPELLING, "", formula)
+        formula = re.sub(r"(?<!\d)\.(?=\d)", "0.", formula)  # .5 -> 0.5
         formulas.append(re.sub(r"\\times|\\cdot", "*", formula).strip(".+"))
     gold, answer, problem = formulas
     # In 17 + 25 = 42 only one side is copied. In x = 17 + 25 the only side with a digit or a command is.

@@ -26,6 +26,8 @@ x^{10} | x¹⁰
 2\sqrt{3} | 2√3
 3 | \approx 3 | $\approx 3$ | ≈ 3 | \boxed{\approx 3} | x \approx 3 | The answer is \approx 3.
 \sqrt{2} | \sqrt{2} \approx 1.414 | \approx 1.414214
+3 | \phantom{4}3 | \boxed{\phantom{0}3}
+\begin{pmatrix} 1 & \phantom -2 \end{pmatrix} | \boxed{\begin{pmatrix} 1 & 2 \end{pmatrix}}
 \frac{1}{3} | 0.\overline{3} | 0.\bar{3} | .\overline{3} | $0.\overline3$ | \boxed{0.3\overline{3}}
 \frac{1}{6} | 0.1\overline{6}
 \frac{41}{333} | 0.\overline{123}
@@ -64,6 +66,14 @@ def grader():
     yield pool
     pool.stop()
     pool.join()
+
+
+@pytest.mark.parametrize("asked", [r".3\overline{25}", r"0.3\overline{25}", r"x = .3\overline{25}"])
+def test_a_decimal_of_the_problem_is_a_copy_with_or_without_its_leading_zero(asked, grader):
+    problem = f"What common fraction is equivalent to ${asked}$?"
+    answers = (r".3\overline{25}", r"\boxed{0.3\overline{25}}", r"\frac{161}{495}")
+    copies = [(r"\frac{161}{495}", answer, problem) for answer in answers]
+    assert grading.grade_all(grader, grade, copies) == [False, False, True]
 
 
 def jobs(text: str) -> list[tuple]:
