@@ -94,7 +94,9 @@ def grade_all(grader, function, jobs: list[tuple]) -> list:
 
 # Words and commands of LaTeX, which are no variables.
 WORDS = r"\\(?:text|mathrm|mbox)\{[^{}]*\}|\\[A-Za-z]+"
-BASE = r"\d_\{?(\d+)"  # of a number, as in 10_2
+BASE = r"\d *_[ {(]*(\w+)"  # of a number, as in 10_2
+OPEN = r"\\phantom|\\[lcd]?dots|\.\.\."  # what an answer does not print, or leaves open
+SIGN_BEFORE_BOX = r"(?:^|[=$])\s*-\\boxed\{[^{}]*\}[^{}]*$"
 
 
 def grade(gold: str, text: str, problem: str) -> bool | None:
@@ -126,9 +128,12 @@ def grade(gold: str, text: str, problem: str) -> bool | None:
     gold_letters, letters = [re.sub(WORDS, "", latex) for latex in (gold_formula, formula)]
     if any(letter not in gold_letters and letter.swapcase() in gold_letters for letter in letters):
         return False
-    # It also ignores bases, although 10_2 is not 10, and \phantom, of which `rewrite` leaves nested braces.
+    # It also ignores bases, although 10_2 is not 10, the dots of 1.41\ldots, \phantom, of which `rewrite`
+    # leaves nested braces, and the sign of -\boxed{5}.
     bases = re.findall(BASE, formula)
-    if "\\phantom" in formula or bases and bases != re.findall(BASE, gold_formula):
+    if bases and bases != re.findall(BASE, gold_formula):
+        return False
+    if {*re.findall(OPEN, formula)} - {*re.findall(OPEN, gold_formula)} or re.search(SIGN_BEFORE_BOX, text):
         return False
     # Of an equation, math_verify would compare one side alone. Here every side must equal the gold answer,
     # unless the gold answer is an equation itself. Names such as x and f(2) are skipped. So x = 4 is 4. And x
@@ -216,7 +221,7 @@ REWRITES = {
     # 5 \text{ or 4} -> 5 { or 4}. math_verify drops text after a number as its unit. Text with "or", "is" or
     # "not" before another word is no unit, and must stay. This undoes the rule above: "a or b" is the set of
     # a and b.
-    r"\\text(?=\{[^{}]*\b(?:or|is|isn't|not)\b[^{}]*\w)": "",
+    r"\\(?:text[a-z]*|mbox)(?=\{[^{}]*\b(?i:or|is|isn't|not)\b[^{}]*\w)": "",
 }
 
 

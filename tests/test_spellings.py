@@ -27,6 +27,9 @@ x^{10} | x¹⁰
 3 | \approx 3 | $\approx 3$ | ≈ 3 | \boxed{\approx 3} | x \approx 3 | The answer is \approx 3.
 \sqrt{2} | \sqrt{2} \approx 1.414 | \approx 1.414214
 3 | \phantom{4}3 | \boxed{\phantom{0}3}
+5 | - \boxed{5} | $17 - \boxed{5}$ | \boxed{5\mbox{ cm}^2}
+-5 | \boxed{-5} | $\boxed{-5}$
+1, 2, \ldots | \boxed{1, 2, \ldots}
 \begin{pmatrix} 1 & \phantom -2 \end{pmatrix} | \boxed{\begin{pmatrix} 1 & 2 \end{pmatrix}}
 \frac{1}{3} | 0.\overline{3} | 0.\bar{3} | .\overline{3} | $0.\overline3$ | \boxed{0.3\overline{3}}
 \frac{1}{6} | 0.1\overline{6}
@@ -54,6 +57,10 @@ x² + 1 | X² + 1
 0.\overline{3} | 0.3 | 0.33
 \sqrt{2} | \approx 1.414
 \pi | \approx 3.14
+5 | $-\boxed{5}$ | x = -\boxed{5} | -\boxed{5}
+5 | \boxed{5 \mbox{ or 4}} | \boxed{5 \textbf{ or 4}} | \boxed{5 \text{ OR 4}}
+10 | \boxed{10 _2} | \boxed{10_{(2)}}
+1.41 | \boxed{1.41\ldots}
 """
 
 
