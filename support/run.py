@@ -51,10 +51,10 @@ def hide_bar() -> bool:
 
 # === Errors ===
 # Bad input and a full disk end a run with one line and exit status 1. (A flag that tyro cannot read ends it
-# with tyro's message and 2.) Every other exception keeps its traceback: memory has run out in a step, or
-# there is a bug, maybe in an edited loss. (`load_checkpoint` reports any exception of reading as damage.) A
-# new check should raise InputError. A new call of a library that may fail because of the user's input belongs
-# inside `library_errors`.
+# with tyro's message, from every rank, and 2.) Every other exception keeps its traceback: memory has run out
+# in a step, or there is a bug, maybe in an edited loss. (`load_checkpoint` reports any exception of reading
+# as damage.) A new check should raise InputError. A new call of a library that may fail because of the user's
+# input belongs inside `library_errors`.
 
 
 @contextmanager
@@ -150,7 +150,7 @@ def parse_args(
         flags = sys.argv[1:]
     refuse_other_names(flags)
     # The first pass only looks for the flags that choose the defaults of the second.
-    given, _ = tyro.cli(Args, args=flags, add_help=False, return_unknown_args=True, console_outputs=is_main())
+    given, _ = tyro.cli(Args, args=flags, add_help=False, return_unknown_args=True)
     online = getattr(given, "online", False)
     if given.resume:
         source = f"the settings of {given.resume}"
@@ -166,7 +166,7 @@ def parse_args(
         default = Args(**toy)
     # --help shows this description.
     description = f"{doc}\nThe defaults below are {source}."
-    args = tyro.cli(Args, args=flags, default=default, description=description, console_outputs=is_main())
+    args = tyro.cli(Args, args=flags, default=default, description=description)
     if given.resume:
         for name in FIXED_BY_RESUME:  # of which each script has some
             if getattr(args, name, None) != getattr(default, name, None):
@@ -772,7 +772,7 @@ class Log:
         before: the evaluation before training, with which later evaluations are compared.
         """
         self.folder = folder
-        # A run that is resumed with fewer steps than it has made reports those that it has made.
+        # A run may be resumed with fewer steps than it has made. It then reports the steps that it has made.
         self.num_steps = max(args.num_steps, start)
         self.before = before
         self.bar = tqdm(total=self.num_steps, initial=start, disable=hide_bar())
@@ -792,7 +792,7 @@ class Log:
         # errors of both means, because the rows differ more than the change of each.
         before, after = self.before.values, evaluation.values
         changes = {name: after[name] - before[name] for name in after}
-        self.summary = {  # `report` needs that of the last evaluation
+        self.summary = {  # `report` reads the last evaluation's
             "before": mean_and_error(before),
             "after": mean_and_error(after),
             "change": mean_and_error(changes),

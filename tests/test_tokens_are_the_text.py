@@ -74,7 +74,7 @@ def test_tags_that_are_special_tokens_stay_in_a_samples_text():
     ids = tokenizer(text, add_special_tokens=False).input_ids
     assert {*tokenizer.convert_tokens_to_ids(tags)} == {*ids} & {*tokenizer.all_special_ids}
     prompt = Example("17 + 25", tokenizer("17 + 25", add_special_tokens=False).input_ids)
-    for template in (CHATML, None):  # a new turn, and a text that goes on
+    for template in (CHATML, None):  # the sample begins a new turn, or continues the prompt's text
         tokenizer.chat_template = template
         sample = prompt._replace(text=sampling.decode_completion(tokenizer, prompt, ids))
         assert sample.text == text

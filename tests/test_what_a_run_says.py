@@ -114,11 +114,26 @@ def test_ctrl_c_is_answered_at_once_and_ends_the_run_after_the_step(tmp_path):
     assert f"stopped after {done} steps; to resume: {command}\n" in said and "torchrun" not in said
 
 
-def test_after_the_last_step_a_signal_ends_the_process():
-    code = "import os, signal; from support import run; s = run.Signals(); s.release(); "
-    code += "os.kill(os.getpid(), signal.SIGTERM)"
+@pytest.mark.parametrize("late", ["s.release(); KILL", "KILL; s.release()"])
+def test_after_the_last_step_a_signal_ends_the_process(late):
+    """Also a signal that came after the ranks had last agreed, which was forgotten."""
+    code = "import os, signal; from support import run; s = run.Signals(); "
+    code += late.replace("KILL", "os.kill(os.getpid(), signal.SIGTERM)")
     done = subprocess.run([sys.executable, "-c", code + "; print('alive')"], cwd=ROOT, capture_output=True)
     assert done.returncode == -signal.SIGTERM and done.stdout == b""
+
+
+def test_a_local_rank_without_a_gpu_is_told_in_one_line(monkeypatch):
+    def set_device(device):
+        raise RuntimeError("CUDA error: invalid device ordinal\nmore lines")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    args = dpo_humanline.Args(**dpo_humanline.TOY)
+    message = "the GPU of local rank 3: RuntimeError: CUDA error: invalid device ordinal"
+    with pytest.raises(utils.InputError, match=f"^{message}$"):
+        run.setup(args, args.batch_size)
 
 
 def test_bars_are_for_terminals_and_for_rank_0(monkeypatch):
