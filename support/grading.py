@@ -92,8 +92,10 @@ def grade_all(grader, function, jobs: list[tuple]) -> list:
     return [by_job[job] for job in jobs]
 
 
-# Words and commands of LaTeX, which are no variables.
-WORDS = r"\\(?:text|mathrm|mbox)\{[^{}]*\}|\\[A-Za-z]+"
+# Words and commands of LaTeX, which are no variables. Greek letters are variables.
+GREEK = r"(?i:gamma|delta|theta|lambda|xi|pi|sigma|phi|psi|omega)(?![A-Za-z])"
+WORDS = rf"\\(?:text|mathrm|mbox|begin|end)\{{[^{{}}]*\}}|\\(?!{GREEK})[A-Za-z]+"
+NAME = r"^\s*\\?[A-Za-z]+(?:_\w+|\([^()]*\))?\s*="  # M = or f(2) =
 BASE = r"\d *_[ {(]*(\w+)"  # of a number, as in 10_2
 OPEN = r"\\phantom|\\[lcd]?dots|\.\.\."  # what an answer does not print, or leaves open
 SIGN_BEFORE_BOX = r"(?:^|[=$])\s*-\\boxed\{[^{}]*\}[^{}]*$"
@@ -124,8 +126,10 @@ def grade(gold: str, text: str, problem: str) -> bool | None:
     if (value != gold_value or has_computed) and is_copied(gold_formula, formula, problem):
         return False
     # math_verify ignores case, but X is another variable than x: no letter of the answer may stand in the
-    # gold answer in its other case alone. Words may.
-    gold_letters, letters = [re.sub(WORDS, "", latex) for latex in (gold_formula, formula)]
+    # gold answer in its other case alone. Words may, and so may the answer's name, unless the gold answer has
+    # one.
+    ignored = WORDS if "=" in gold_formula else f"{NAME}|{WORDS}"
+    gold_letters, letters = [re.sub(ignored, "", latex) for latex in (gold_formula, formula)]
     if any(letter not in gold_letters and letter.swapcase() in gold_letters for letter in letters):
         return False
     # It also ignores bases, although 10_2 is not 10, the dots of 1.41\ldots, \phantom, of which `rewrite`
@@ -201,7 +205,16 @@ REWRITES = {
     # it is removed. After a backslash it is no such mark: \$ is a currency, \\[ breaks a line of a matrix.
     r"(?:\.\s*|(?<!\\))(?:\\[()\[\]]|\$\$?)": "$$",
     # 90° -> 90^\circ, €18 -> 18 and √3 -> \sqrt{3}.
-    "°": r"^\\circ ",
+    r"°|\\degree(?![A-Za-z])": r"^\\circ ",
+    "∞": r"\\infty ",
+    "∪": r"\\cup ",
+    # A space that does not break, and parentheses of another size, print nothing. So does a space before %.
+    r"(?<!\\)~": r"\\ ",
+    r"\\[bB]igg?[lrm]?(?![A-Za-z])": "",
+    r"\\,(?=\\%)": "",
+    # 3\mathrm{i} and 3\,i -> 3i.
+    r"\\(?:mathrm|text)\{([ei])\}": r"\1",
+    r"(?<=\d)(?:\\,| )(?=i(?![A-Za-z]))": "",
     r"[€£¥](?!\d)|(?<!\d)[€£¥]": "",
     r"√ ?(\d+|[a-z])": r"\\sqrt{\1}",
     # \approx 3 -> 3, at the start of an answer or of a formula.
@@ -222,6 +235,8 @@ REWRITES = {
     # "not" before another word is no unit, and must stay. This undoes the rule above: "a or b" is the set of
     # a and b.
     r"\\(?:text[a-z]*|mbox)(?=\{[^{}]*\b(?i:or|is|isn't|not)\b[^{}]*\w)": "",
+    # 5 \text{ and 4} -> 5,{ and 4}. A text with a digit is no unit either, but another answer.
+    r"(?<=[\w)}\]]) *\\(?:text[a-z]*|mbox)(?=\{[^{}]*\d)": ",",
 }
 
 
@@ -260,8 +275,11 @@ def parse_answer(text: str):
     """
     from math_verify import LatexExtractionConfig, parse
 
-    # [value, LaTeX]; [LaTeX] if it cannot be parsed; [] if there is none. `grade` has set the time limit.
-    found = parse(extract_answer(text), [LatexExtractionConfig()], parsing_timeout=None)
+    # [value, LaTeX]; [LaTeX] if it cannot be parsed; [] if there is none. `grade` has set the time limit. If
+    # the answer cannot be parsed, a part of it, such as a fraction, or an earlier formula must not take its
+    # place.
+    answer = extract_answer(text)
+    found = parse(answer, [LatexExtractionConfig()], extraction_mode="first_match", parsing_timeout=None)
     if not found:
         return None
     # math_verify accepts [5] and \{5\} as 5, so lists and sets of one number get no value here. A bracket
@@ -275,8 +293,10 @@ def parse_answer(text: str):
 # === Copies and numbers ===
 # What `grade` checks besides math_verify's verdict.
 
-# What two spellings of a formula may differ in: white space, braces, the size of fractions and parentheses.
-SPELLING = r"\s|[{}]|\\left|\\right|\\displaystyle|\\[!,; ]|(?<=\\)[dt](?=frac|binom)"
+# What two spellings of a formula may differ in: units, currencies, white space, braces, the size of fractions
+# and parentheses.
+UNITS = r"\\text\{[^{}]*\}(?:\^\{?\d\}?)?|\\?[$%]"
+SPELLING = rf"{UNITS}|\\q?quad|\s|[{{}}]|\\left|\\right|\\displaystyle|\\[!,; ]|(?<=\\)[dt](?=frac|binom)"
 
 
 def answer_formula(text: str) -> str:
@@ -298,7 +318,8 @@ def is_copied(gold: str, answer: str, problem: str) -> bool:
     sides = [re.sub(r"^\((.*)\)$", r"\1", side) for side in sides]  # (17 + 25) -> 17 + 25
     # A side does not count if it is only a part of a longer number.
     copied = [re.search(rf"(?<![\d.]){re.escape(side)}(?!\.?\d)", problem) is not None for side in sides]
-    return answer != gold and bool(sides) and all(copied)
+    is_gold = bool({answer, *sides} & {gold, *gold.split("=")})  # 5, x = 5
+    return not is_gold and bool(sides) and all(copied)
 
 
 def is_same_number(gold_value, value) -> bool:

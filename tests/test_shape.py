@@ -18,7 +18,7 @@ TOKENS = {  # of code at most: without comments, docstrings, line ends and inden
     "support/data.py": 2110,
     "support/sampling.py": 3050,
     "support/run.py": 4320,
-    "support/grading.py": 1610,
+    "support/grading.py": 1690,
     "contrib/trl_humanline.py": 1800,
 }
 # What a file may import of the others: imports go one way.

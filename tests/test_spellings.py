@@ -30,6 +30,14 @@ x^{10} | x¹⁰
 5 | - \boxed{5} | $17 - \boxed{5}$ | \boxed{5\mbox{ cm}^2}
 -5 | \boxed{-5} | $\boxed{-5}$
 1, 2, \ldots | \boxed{1, 2, \ldots}
+5 | \boxed{5~\text{cm}} | \boxed{5 \text{ cm}^2} | \boxed{f(3) = 5}
+45^\circ | \boxed{45\degree}
+50\% | \boxed{50\,\%}
+(3,4) | \boxed{\bigl(3,4\bigr)}
+(0,\infty) | \boxed{(0,∞)}
+3i | \boxed{3\mathrm{i}} | \boxed{3\,i}
+\begin{pmatrix} 1 \\ 2 \end{pmatrix} | \boxed{M = \begin{pmatrix} 1 \\ 2 \end{pmatrix}}
+2n+1 | \boxed{N = 2n+1}
 \begin{pmatrix} 1 & \phantom -2 \end{pmatrix} | \boxed{\begin{pmatrix} 1 & 2 \end{pmatrix}}
 \frac{1}{3} | 0.\overline{3} | 0.\bar{3} | .\overline{3} | $0.\overline3$ | \boxed{0.3\overline{3}}
 \frac{1}{6} | 0.1\overline{6}
@@ -61,6 +69,13 @@ x² + 1 | X² + 1
 5 | \boxed{5 \mbox{ or 4}} | \boxed{5 \textbf{ or 4}} | \boxed{5 \text{ OR 4}}
 10 | \boxed{10 _2} | \boxed{10_{(2)}}
 1.41 | \boxed{1.41\ldots}
+\theta | \boxed{\Theta}
+2\pi | \boxed{2\Pi}
+3 | \boxed{3\mathrm{i}}
+42 | \boxed{42 \text{ and 43}} | \boxed{42\text{, 43}}
+\frac{1}{2} | \boxed{5\frac{1}{2}~\text{cm}} | \boxed{\log_e \frac{1}{2}}
+\frac{1}{2} | \boxed{\frac{1}{2}\text{ is wrong, 7}}
+5 | So $x=5$. Then the total is $12~\text{cm}$.
 """
 
 
@@ -81,6 +96,24 @@ def test_a_decimal_of_the_problem_is_a_copy_with_or_without_its_leading_zero(ask
     answers = (r".3\overline{25}", r"\boxed{0.3\overline{25}}", r"\frac{161}{495}")
     copies = [(r"\frac{161}{495}", answer, problem) for answer in answers]
     assert grading.grade_all(grader, grade, copies) == [False, False, True]
+
+
+PROBLEM = "What is $17 + 25$? Tom has 5 apples, $x + 3 = 8$, and 50% of \\$12 + \\$5."
+COPIES = {
+    ("5", r"\boxed{x = 5}"): True,
+    ("5", "$n=5$"): True,
+    ("x = 5", r"\boxed{5}"): True,
+    ("42", r"\boxed{17 + 25 = 42}"): True,
+    ("42", r"\boxed{17 + 25\text{ apples}}"): False,
+    ("42", r"\boxed{\$17 + \$25}"): False,
+    ("17", r"\boxed{\$12 + \$5}"): False,
+    ("0.5", r"\boxed{50\%}"): False,
+}
+
+
+def test_an_echo_with_a_unit_is_a_copy_and_the_gold_answer_with_a_name_is_none(grader):
+    verdicts = grading.grade_all(grader, grade, [(*pair, PROBLEM) for pair in COPIES])
+    assert dict(zip(COPIES, verdicts)) == COPIES
 
 
 def jobs(text: str) -> list[tuple]:
