@@ -278,8 +278,8 @@ def keeps_text(tokenizer, text: str, ids: list[int]) -> bool:
     for example é as one or as two characters (NFC).
 
     Added tokens, special ones and others, are ignored if they are among the ids, because a tokenizer may add
-    some to a text. So is white space beside them
-    and at the ends of the text: SentencePiece adds a space there, and some special tokens absorb it.
+    some to a text. White space beside these tokens and at the ends of the text is ignored too, because
+    SentencePiece adds a space there, and some special tokens absorb it.
     """
     texts = [text, tokenizer.decode(ids, clean_up_tokenization_spaces=False)]
     present = set(ids)
@@ -294,9 +294,12 @@ def keeps_text(tokenizer, text: str, ids: list[int]) -> bool:
 def added_tokens(tokenizer) -> list[tuple[str, int]]:
     """Returns the tokens that are found before the rest of a text is split, special ones and others.
 
-    The longest stands first, because a token may contain another one.
+    The longest stands first, because a token may contain another one. The unknown token is not among them,
+    because it stands for characters that are lost. GPT-2's is its EOS token, too, and stays.
     """
-    return sorted(tokenizer.get_added_vocab().items(), key=lambda item: -len(item[0]))
+    unknown = {tokenizer.unk_token} - {tokenizer.bos_token, tokenizer.eos_token}
+    added = [item for item in tokenizer.get_added_vocab().items() if item[0] not in unknown]
+    return sorted(added, key=lambda item: -len(item[0]))
 
 
 def truncate_after_eos(ids: list[int], eos_ids: set[int]) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 from conftest import TOY
 from test_own_data import CHATML
 from test_templates import bytes_or_pieces
-from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import dpo_humanline
@@ -79,6 +79,19 @@ def test_tags_that_are_special_tokens_stay_in_a_samples_text():
         sample = prompt._replace(text=sampling.decode_completion(tokenizer, prompt, ids))
         assert sample.text == text
         assert text in sampling.reward_input(tokenizer, "", sample)
+
+
+@pytest.mark.parametrize("completion", [" yo\n", " yo\t", "\tyo", "y\no"])
+def test_an_unknown_character_at_the_end_is_enough(completion):
+    """<unk> is an added token, and white space beside such tokens is ignored: it was trained."""
+    raw = Tokenizer(
+        models.BPE({token: i for i, token in enumerate(["<unk>", "</s>", *" yoQ"])}, [], unk_token="<unk>")
+    )
+    raw.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", eos_token="</s>")
+    assert encode(tokenizer, "Q", " yo") == ["Q", " yo</s>"]
+    with pytest.raises(SkipRow, match="its tokens are not its text"):
+        encode(tokenizer, "Q", completion)
 
 
 def test_one_unknown_word_is_enough():
