@@ -398,12 +398,13 @@ def render(tokenizer, messages: list[dict], **options) -> str:
 
 
 def check_rendered(rendered: str, messages: list[dict]):
-    """Raises SkipRow if a rendered text lacks a message's text. A template may strip its ends.
+    """Raises SkipRow if a rendered text lacks a message's text or name. A template may strip its ends.
 
     A text that stands in several messages must be rendered as often. This also holds for a text that is a
     part of another message.
     """
-    texts = [message["content"].strip() for message in messages]
-    for text in texts:
-        if rendered.count(text) < sum(other.count(text) for other in texts):
-            raise SkipRow("the chat template changes the text of a message")
+    for key in ("content", "name"):
+        texts = [str(message[key]).strip() for message in messages if key in message]
+        for text in texts:
+            if rendered.count(text) < sum(other.count(text) for other in texts):
+                raise SkipRow(f"the chat template changes or drops the {key} of a message")

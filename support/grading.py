@@ -97,7 +97,7 @@ GREEK = r"(?i:gamma|delta|theta|lambda|xi|pi|sigma|phi|psi|omega)(?![A-Za-z])"
 WORDS = rf"\\(?:text|mathrm|mbox|begin|end)\{{[^{{}}]*\}}|\\(?!{GREEK})[A-Za-z]+"
 NAME = r"^\s*\\?[A-Za-z]+(?:_\w+|\([^()]*\))?\s*="  # M = or f(2) =
 BASE = r"\d *_[ {(]*(\w+)"  # of a number, as in 10_2
-OPEN = r"\\phantom|\\[lcd]?dots|\.\.\."  # what an answer does not print, or leaves open
+OPEN = r"\\phantom|\\[lcd]?dots|\.\.\.|\bnot\b"  # what an answer does not print, leaves open or denies
 SIGN_BEFORE_BOX = r"(?:^|[=$])\s*-\\boxed\{[^{}]*\}[^{}]*$"
 
 
@@ -225,6 +225,12 @@ REWRITES = {
     r"\\phantom *(?:\{[^{}]*\}|[^{])": "",
     # 24{,}000 -> 24000, and the same for 24\,000 and 24 000.
     r"(?<=\d)(?:,\\!|\\[,; ]|\{,\}| )(?=\d{3}(?!\d))": "",
+    # N = 1,234 -> N = 1234. Otherwise it would be a name with its value, and another number.
+    r"(= *-?\d{1,3}),(\d{3})$": r"\1\2",
+    # \angle ABC = 60 -> ABC = 60.
+    r"\\angle *(?=[A-Z]+ *=)": "",
+    # \text{5 ways} -> 5 ways.
+    r"^\\text\{(\d[^{}]*)\}$": r"\1",
     # \frac\pi 4 -> \frac{\pi} 4.
     r"(?<=frac)\\(?!sqrt)[a-z]+": r"{\g<0>}",
     # AB = 5 -> \text{AB} = 5. Otherwise it would be an equation for A and B.
@@ -315,7 +321,7 @@ def is_copied(gold: str, answer: str, problem: str) -> bool:
     gold, answer, problem = formulas
     # In 17 + 25 = 42 only one side is copied. In x = 17 + 25 the only side with a digit or a command is.
     sides = [side.strip(".+") for side in answer.split("=") if re.search(r"\d|\\", side)]
-    sides = [re.sub(r"^\((.*)\)$", r"\1", side) for side in sides]  # (17 + 25) -> 17 + 25
+    sides = [re.sub(r"^\(+(.*?)\)+$", r"\1", side) for side in sides]  # (17 + 25) -> 17 + 25
     # A side does not count if it is only a part of a longer number.
     copied = [re.search(rf"(?<![\d.]){re.escape(side)}(?!\.?\d)", problem) is not None for side in sides]
     is_gold = bool({answer, *sides} & {gold, *gold.split("=")})  # 5, x = 5

@@ -414,7 +414,7 @@ def as_rewards(source: str, values, count: int) -> torch.Tensor:
     """
     with run.library_errors(f"{source} returned a {type(values).__name__} instead of {count} numbers"):
         numbers = values.tolist() if hasattr(values, "tolist") else values
-        rewards = torch.from_numpy(np.array(numbers, dtype=np.float64))
+        rewards = torch.tensor(numbers, dtype=torch.float64)  # unlike numpy, it takes no text for a number
     refused = rewards[~(rewards.abs() < 1e100)].tolist()  # also nan
     if rewards.shape != (count,) or refused:
         found = f"the shape is {[*rewards.shape]}, and {len(refused)} are not finite: {refused[:3]}"

@@ -58,15 +58,17 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(data, folder):
-    """{variant: metrics for every layout}: any number of sequences in a pass, one, and two ranks with two."""
+    """{variant: metrics}, on one rank with the whole batch in a pass."""
     files = ["--dataset", data, "--eval-dataset", data]
     jobs = {name: [*RUN, *flags, *files] for name, flags in VARIANTS.items()}
-    return run_layouts(folder, jobs, [(1, "0"), (1, "1", "humanline"), (2, "60", "humanline")], SCRIPT)
+    return {name: steps for name, (steps,) in run_layouts(folder, jobs, [(1, "0")], SCRIPT).items()}
 
 
-def test_ranks_and_layouts_agree_and_sample_the_same(runs):
-    expected, *others = runs["humanline"]
-    for steps in others:
+def test_ranks_and_layouts_agree_and_sample_the_same(runs, data, tmp_path):
+    """The others have one sequence in a pass, and two ranks with two."""
+    expected = runs["humanline"]
+    jobs = {"humanline": [*RUN, "--dataset", data, "--eval-dataset", data]}
+    for steps in run_layouts(tmp_path, jobs, [(1, "1"), (2, "60")], SCRIPT)["humanline"]:
         agree(expected, steps, SAME)
     assert any(step["humanline/clipped_low"] > 0 for step in expected)
     assert any(step["grpo/kl"] > 0 for step in expected)
@@ -74,7 +76,7 @@ def test_ranks_and_layouts_agree_and_sample_the_same(runs):
 
 def test_the_accuracy_of_a_step_is_that_of_its_own_samples(runs):
     """Those of a round are the mean of its steps'."""
-    steps = runs["humanline"][0]
+    steps = runs["humanline"]
     own = [step["rewards/accuracy"] for step in steps]
     assert statistics.mean(own[:3]) == pytest.approx(steps[0]["rollout/accuracy_mean"])
     assert statistics.mean(own[3:]) == pytest.approx(steps[3]["rollout/accuracy_mean"])
@@ -87,7 +89,7 @@ def test_the_accuracy_of_a_step_is_that_of_its_own_samples(runs):
 )
 def test_the_reference_follows_k_or_is_the_policy_at_sampling_time(runs, variant, since_sync):
     """Samples are drawn at steps 0 and 3. With k = 2 they change nothing about the reference."""
-    steps = runs[variant][0]
+    steps = runs[variant]
     assert [step["step"] for step in steps if "rollout/accuracy_mean" in step] == [0, 3]
     same = [step["humanline/log_ratio_abs_mean"] == 0 for step in steps]
     assert same == [steps == 0 for steps in since_sync]

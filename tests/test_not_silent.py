@@ -49,7 +49,7 @@ SYSTEM_LAST = """{% for m in messages if m.role != 'system' %}<|user|>
 )
 def test_a_row_whose_text_the_template_loses_cannot_train(prompt, template, completion):
     with pytest.raises(
-        (SkipRow, InputError), match="changes the text|not once it is answered|must have a role"
+        (SkipRow, InputError), match="changes or drops|not once it is answered|must have a role"
     ):
         encode(prompt, completion, template)
 

@@ -38,6 +38,10 @@ x^{10} | x¹⁰
 3i | \boxed{3\mathrm{i}} | \boxed{3\,i}
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \boxed{M = \begin{pmatrix} 1 \\ 2 \end{pmatrix}}
 2n+1 | \boxed{N = 2n+1}
+1,234 | \boxed{N = 1,234} | \boxed{N = 1234}
+60 | \boxed{\angle ABC = 60} | \boxed{\angle ABC = 60^\circ}
+5 | \boxed{\text{5 ways}} | \boxed{\text{5}}
+(1,234) | \boxed{(1,234)}
 \begin{pmatrix} 1 & \phantom -2 \end{pmatrix} | \boxed{\begin{pmatrix} 1 & 2 \end{pmatrix}}
 \frac{1}{3} | 0.\overline{3} | 0.\bar{3} | .\overline{3} | $0.\overline3$ | \boxed{0.3\overline{3}}
 \frac{1}{6} | 0.1\overline{6}
@@ -72,6 +76,8 @@ x² + 1 | X² + 1
 \theta | \boxed{\Theta}
 2\pi | \boxed{2\Pi}
 3 | \boxed{3\mathrm{i}}
+0 | The answer is not 0. | \boxed{not 0} | \boxed{\text{not } 0}
+5 | \boxed{\text{5 or 6}} | \boxed{\text{5, 6}} | \boxed{\text{6 ways}}
 42 | \boxed{42 \text{ and 43}} | \boxed{42\text{, 43}}
 \frac{1}{2} | \boxed{5\frac{1}{2}~\text{cm}} | \boxed{\log_e \frac{1}{2}}
 \frac{1}{2} | \boxed{\frac{1}{2}\text{ is wrong, 7}}

@@ -209,8 +209,16 @@ def test_a_template_that_changes_a_message_skips_the_row(lossy, role):
     template = CHATML.replace("{{ m.content }}", f"{{{{ ({lossy}) if m.role == '{role}' else m.content }}}}")
     prompt, answer = (ANSWER, "Yes") if role == "user" else ("Why?", ANSWER)
     assert len(encode(bytes_or_pieces("bytes", CHATML), prompt, answer)) == 2
-    with pytest.raises(SkipRow, match="the chat template changes the text of a message"):
+    with pytest.raises(SkipRow, match="the chat template changes or drops the content of a message"):
         encode(bytes_or_pieces("bytes", template), prompt, answer)
+
+
+def test_a_name_that_the_template_drops_skips_the_row():
+    messages = [{"role": "user", "content": QUESTION, "name": "Ada"}]
+    named = bytes_or_pieces("bytes", CHATML.replace("{{ m.content }}", "{{ m.name }}: {{ m.content }}"))
+    assert "Ada: " in encode(named, messages, ANSWER)[0]
+    with pytest.raises(SkipRow, match="the chat template changes or drops the name of a message"):
+        encode(bytes_or_pieces("bytes", CHATML), messages, ANSWER)
 
 
 def test_a_template_may_strip_the_ends_of_a_message():
