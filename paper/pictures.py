@@ -26,6 +26,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from paper import curves, study  # noqa: E402
+from paper.trials import write_csv  # noqa: E402
 
 RESULTS = ROOT / "paper" / "results"
 UNITS = {
@@ -73,8 +74,10 @@ def figures_of(name: str, folder: Path) -> dict:
     """Draws all pictures of a name. Returns {name of the picture: figure}."""
     if name == "time":
         return {name: draw_time(read(folder, name))}
-    if name == "differences":  # of several studies
-        return {name: draw_differences(study.differences(reported_rows(folder)))}
+    if name == "differences":  # of several studies; the README's numbers link to the lines of the csv
+        lines = study.differences(reported_rows(folder))
+        write_csv(folder / "differences.csv", lines)
+        return {name: draw_differences(lines)}
     rows = [row for row in read(folder, name) if row["phase"] == "reported"]
     lines = [line for line in read(folder, f"{name}_arms") if line["metric"] in shown_of(name)]
     if name == "figure8":

@@ -348,7 +348,8 @@ def differences(rows_of: dict[str, list[dict]]) -> list[dict]:
     """Returns a line for each cell of the README's table: humanline minus another arm, with a 95% interval.
 
     Arms are paired by instance. The shell game has one instance, so its arms are compared by seed, by Welch's
-    test. `clipped` is the share of tokens beyond the bounds in the cell's humanline arm.
+    test. `clipped` is the share of tokens beyond the bounds in the cell's humanline arm. `runs` names the csv
+    files with the runs of both arms and their commands.
 
     rows_of: {study: its reported rows}.
     """
@@ -366,7 +367,8 @@ def differences(rows_of: dict[str, list[dict]]) -> list[dict]:
             else:
                 line = on_a_par(rows, table_row.panel, *both, table_row.metric)
             shares = values(rows, table_row.panel, both[0], "clipped")
-            lines.append(line | {"row": table_row.label, "column": column, "clipped": shares.mean()})
+            head = {"row": table_row.label, "column": column, "runs": " and ".join(table_row.studies)}
+            lines.append(head | line | {"clipped": shares.mean()})
     return lines
 
 

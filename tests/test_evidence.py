@@ -1,5 +1,6 @@
 """docs/replication.md and paper/studies.md: every number of our results follows from the csvs."""
 
+import csv
 import re
 from itertools import combinations
 
@@ -14,7 +15,8 @@ from test_study import reported
 from paper import learning, pictures, study
 
 CLAIMS = (ROOT / "docs/replication.md").read_text(encoding="utf-8")
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+LINKED = (ROOT / "README.md").read_text(encoding="utf-8")
+README = re.sub(r"\[([^][]+)\]\(paper/results/\w+\.csv\S*?\)", r"\1", LINKED)  # without the links of its numbers
 STUDIES = (ROOT / "paper/studies.md").read_text(encoding="utf-8")
 NAMES = sorted(path.stem.removesuffix("_arms") for path in pictures.RESULTS.glob("*_arms.csv"))
 NUMBER = r"[−-]?\d*\.\d+"
@@ -325,6 +327,21 @@ def test_the_readmes_table_of_differences_is_recomputed_from_the_csvs():
             checked += 1
     assert checked == 17 and found["GRPO, tales"][2] == "not run"
     assert "no clip: not run" in found["shell game"][1]
+
+
+def test_each_number_of_the_readmes_table_links_to_its_line_which_names_the_runs():
+    lines = (pictures.RESULTS / "differences.csv").read_text(encoding="utf-8").splitlines()
+    linked = re.findall(r"\[\**([−+][\d.]+)\**\]\(paper/results/differences.csv#L(\d+)\) \[(.+?)\]", LINKED)
+    assert [int(number) for _, number, _ in linked] == [*range(2, len(lines) + 1)] and len(linked) == 17
+    for shown, number, interval in linked:
+        (line,) = csv.DictReader([lines[0], lines[int(number) - 1]])
+        cell = in_brackets(*(float(line[key]) for key in ("difference", "low", "high")))
+        assert cell.replace("*", "") == f"{shown} [{interval}]"
+        runs = pd.concat(pd.DataFrame(reported(name)) for name in line["runs"].split(" and "))
+        runs = runs[runs.panel.str.startswith(line["panel"])]
+        for arm in (line["first"], line["second"]):
+            commands = runs[runs.arm == arm].command
+            assert len(commands) >= 10 and commands.str.contains("_humanline").all()
 
 
 def test_the_readme_tells_of_each_row_how_many_tokens_the_clip_met():

@@ -42,11 +42,13 @@ def anchors(page: str) -> set[str]:
 
 
 def broken(target: str, page: Path) -> bool:
-    """Whether a link from a page leads to no file, or to no heading of one."""
+    """Whether a link from a page leads to no file, or to no heading of one, or, in a csv, to no line."""
     name, _, anchor = target.partition("#")
     file = (ROOT / page.parent / name).resolve() if name else ROOT / page
     if not file.exists():
         return True
+    if file.suffix == ".csv":
+        return anchor not in {"", *(f"L{number}" for number, _ in enumerate(file.open(), 1))}
     return bool(anchor) and anchor not in anchors(file.relative_to(ROOT).as_posix())
 
 
@@ -61,6 +63,7 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
 def test_a_broken_link_is_noticed():
     page = Path("docs/kto.md")
     assert not broken("dpo.md#equations", page) and not broken("#metrics", page)
+    assert broken("../paper/results/differences.csv#L19", page)
     assert broken("dpo.md#metrics", page) and broken("dpos.md", page)
 
 

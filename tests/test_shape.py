@@ -15,10 +15,10 @@ TOKENS = {  # of code at most: without comments, docstrings, line ends and inden
     "grpo_humanline.py": 3860,
     "grpo_math_humanline.py": 3700,
     "utils.py": 3140,
-    "support/data.py": 2150,
+    "support/data.py": 2180,
     "support/sampling.py": 3050,
     "support/run.py": 4320,
-    "support/grading.py": 1690,
+    "support/grading.py": 1700,
     "contrib/trl_humanline.py": 1800,
 }
 # What a file may import of the others: imports go one way.
