@@ -93,6 +93,8 @@ def figures_of(name: str, folder: Path) -> dict:
     if name in ("sums", "controls"):
         over = "kinds" if name == "sums" else "games"
         return {name: draw_curves(study.over_seeds(rows), lines, over)}
+    if name == "hypo":
+        rows = study.over_instances(rows)
     tests = []
     if (folder / f"{name}_tests.csv").exists():
         tests = read(folder, f"{name}_tests")

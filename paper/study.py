@@ -6,6 +6,7 @@ prompt, and it has its own tests. A collapsed run of a study has the score of th
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise, product
 from statistics import fmean
 from typing import NamedTuple
@@ -303,15 +304,15 @@ def baselines_test(rows: list[dict]) -> list[dict]:
     return lines
 
 
-def sums_test(rows: list[dict]) -> list[dict]:
-    """Compares the arms of `sums`, paired by kind of problems (means over seeds), with Holm's correction.
+def tests_of(rows: list[dict], panel: str, pairs: tuple, metric: str = "judge") -> list[dict]:
+    """Compares pairs of arms, paired by instance (means over seeds), with Holm's correction.
 
     If p_equivalent is below 0.05, the difference is within ±MARGIN.
     """
     rows = over_instances(rows)
     lines = []
-    for both in (("humanline", "ε 0.2"), ("humanline", "no clip"), ("online", "humanline")):
-        lines.append(on_a_par(rows, "sums", *both, "late"))
+    for both in pairs:
+        lines.append(on_a_par(rows, panel, *both, metric))
     return holm(lines)
 
 
@@ -641,6 +642,16 @@ TUNED_BASELINES = [
 ]
 
 
+# HyPO, a control of DPO. The other arms have the settings of `stories`.
+HYPO_PAIRS = (("offline + humanline", "HyPO"), ("HyPO", "offline"))
+HYPO_BETAS = ("--beta 0.01", "--beta 0.03", "--beta 0.1")
+HYPO_ARMS = [
+    *arms("DPO", "dpo", BASELINE_LRS, {"HyPO": "hypo --no-humanline"}, FAST, HYPO_BETAS),
+    *arms("DPO", "dpo", (3e-4,), {"offline + humanline": "--k 16 --beta 0.1"}, FAST),
+    *arms("DPO", "dpo", (3e-4,), {"offline": "--no-humanline --beta 0.03"}, FAST),
+]
+
+
 # Runs that record their tokens' log-ratios (paper/assumptions.py)
 RECORDED = {}
 for script, flags in (("grpo", "--epsilon 0.15"), ("dpo", "--beta 0.1")):
@@ -664,6 +675,9 @@ SUMS_ARMS = [
     ),
     *arms("sums", "grpo_math", SUMS_LRS, {"online": "last-number --no-humanline --sample-every 1"}),
 ]
+
+
+SUMS_PAIRS = (("humanline", "ε 0.2"), ("humanline", "no clip"), ("online", "humanline"))
 
 
 def of_sums(arm: Arm, kind: str, part: str) -> Arm:
@@ -776,6 +790,16 @@ STUDIES = {
         instances=True,
         grows_by_arm=False,
     ),
+    "hypo": Plan(
+        [of_story(arm, i) for arm in HYPO_ARMS for i in STORIES[2:]],
+        metrics=("judge", "kl", "finished", "trigrams", "fluency"),
+        seeds=range(21, 22),
+        tuned=[of_story(arm, i) for i in STORIES[:2] for arm in HYPO_ARMS],
+        test=partial(tests_of, panel="DPO", pairs=HYPO_PAIRS),
+        before_seeds=(21,),
+        instances=True,
+        grows_by_arm=False,
+    ),
     "controls": Plan(
         [of_game(arm, i) for i in (0, *GAMES) for arm in CONTROL_ARMS],
         metrics=("curve", "eval/accuracy", "eval/finished", "clipped", "grad_norm_max"),
@@ -795,7 +819,7 @@ STUDIES = {
         metrics=("late", "eval/accuracy", "eval/finished"),
         seeds=range(21, 23),
         tuned=[of_sums(arm, kind, "tuning") for kind in KINDS[:1] for arm in SUMS_ARMS],
-        test=sums_test,
+        test=partial(tests_of, panel="sums", pairs=SUMS_PAIRS, metric="late"),
         before_seeds=(21,),
         instances=True,
         grows_by_arm=False,

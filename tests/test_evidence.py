@@ -16,7 +16,7 @@ from paper import learning, pictures, study
 
 CLAIMS = (ROOT / "docs/replication.md").read_text(encoding="utf-8")
 LINKED = (ROOT / "README.md").read_text(encoding="utf-8")
-README = re.sub(r"\[([^][]+)\]\(paper/results/\w+\.csv\S*?\)", r"\1", LINKED)  # without the links of its numbers
+README = re.sub(r"\[([^][]+)\]\(paper/results/\w+\.csv\S*?\)", r"\1", LINKED)  # without links of numbers
 STUDIES = (ROOT / "paper/studies.md").read_text(encoding="utf-8")
 NAMES = sorted(path.stem.removesuffix("_arms") for path in pictures.RESULTS.glob("*_arms.csv"))
 NUMBER = r"[−-]?\d*\.\d+"

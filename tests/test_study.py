@@ -23,7 +23,7 @@ ABOUT = {  # {plans: the only settings, besides the tuned ones, in which the arm
     "figure6": "dataset",
     "figure7 figure8 stale": "humanline sample_every k epsilon variant",
     "table6": "log_epsilon_P log_epsilon_R",
-    "baselines": "humanline epsilon k beta variant",
+    "baselines hypo": "humanline epsilon k beta variant",
     "sums": "humanline sample_every epsilon k variant",
     "controls": "humanline sample_every epsilon k beta variant",  # OAPL's β_2 is --beta
     "stories": "humanline online epsilon dataset k beta reward_model round_prompts samples_per_prompt",
