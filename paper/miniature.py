@@ -279,8 +279,8 @@ def main(name: Positional[Name], seeds: int = 0, panels: int = 0, write: bool = 
         seeds: number of reported runs of an arm (intervals and tests need two); 0: all of the plan.
         panels: number of reported panels, in the order of the plan; 0: all of the plan.
         write: replace the files in paper/results, instead of writing into runs/results.
-        keep: make one run at a time, and add each finished row to paper/results/NAME.jsonl; a later call
-            makes only the rows that are missing there. Nobody reads this file before the last run.
+        keep: add finished rows to paper/results/NAME.jsonl; a later call makes only the rows that are missing
+            there. Nobody reads this file before the last run.
     """
     trials.KEPT = RESULTS / f"{name}.jsonl" if keep else None
     out = RESULTS if write else ROOT / "runs" / "results"

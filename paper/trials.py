@@ -215,26 +215,32 @@ def shell(line: str) -> subprocess.CompletedProcess:
 def rows_of(runs: list[tuple], at: str) -> list[dict]:
     """Returns the csv rows of runs, (arm, learning rate, seed, further flags), after making those runs.
 
-    If KEPT is a file, one run is made at a time. Its row is added to KEPT as soon as it has finished. Rows in
-    KEPT of the same command and commit are not made again, so a later call continues, on any machine.
+    If KEPT is a file, as many runs are made at a time as there are cores, and then their rows are added to
+    KEPT. Rows in KEPT of the same command and commit are not made again, so a later call continues, on any
+    machine.
     """
     if KEPT is None:
         run_all([command(*one) for one in runs], at)
         return [row_of(*one, at) for one in runs]
     rows = kept_rows()
-    for one in runs:
-        line = command(*one)
-        key = (line, at, one[0].panel, one[0].name)
-        if key not in rows:
-            run_all([line], at)
-            rows[key] = row_of(*one, at)
-            with KEPT.open("a") as file:
-                file.write(json.dumps(rows[key], ensure_ascii=False) + "\n")
-    return [rows[command(*one), at, one[0].panel, one[0].name] for one in runs]
+    missing = [one for one in runs if key_of(one, at) not in rows]
+    for first in range(0, len(missing), os.cpu_count()):
+        batch = missing[first : first + os.cpu_count()]
+        run_all([command(*one) for one in batch], at)
+        with KEPT.open("a") as file:
+            for one in batch:
+                rows[key_of(one, at)] = row_of(*one, at)
+                file.write(json.dumps(rows[key_of(one, at)], ensure_ascii=False) + "\n")
+    return [rows[key_of(one, at)] for one in runs]
+
+
+def key_of(one: tuple, at: str) -> tuple:
+    """Returns what identifies the row of a run: (command, commit, panel, arm)."""
+    return command(*one), at, one[0].panel, one[0].name
 
 
 def kept_rows() -> dict[tuple, dict]:
-    """Returns the rows in KEPT, {(command, commit, panel, arm): row}."""
+    """Returns the rows in KEPT, {key_of: row}."""
     rows = {}
     if KEPT.exists():
         for line in KEPT.read_text().splitlines():

@@ -407,24 +407,25 @@ def test_the_first_game_has_ten_seeds_and_the_others_two(tmp_path, monkeypatch):
     pictures.plt.close("all")
 
 
-def test_kept_rows_are_not_made_again_and_a_row_is_kept_as_soon_as_its_run_ends(tmp_path, monkeypatch):
+def test_kept_rows_are_not_made_again_and_rows_are_kept_as_soon_as_their_batch_ends(tmp_path, monkeypatch):
     (arm, *_) = study.CONTROL_ARMS
     ran = []
 
     def run_all(lines, at):
         ran.extend(lines)
         if len(ran) == 3:
-            raise SystemExit("the session ends")
+            raise SystemExit("the program ends")
 
     def row_of(arm, lr, seed, more, at):
         line = trials.command(arm, lr, seed, more)
         return {"command": line, "commit": at, "panel": arm.panel, "arm": arm.name, "curve": seed / 3}
 
+    monkeypatch.setattr(trials.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(trials, "KEPT", tmp_path / "controls.jsonl")
     monkeypatch.setattr(trials, "run_all", run_all)
     monkeypatch.setattr(trials, "row_of", row_of)
     runs = [(arm, 1e-4, seed, "") for seed in (1, 2, 3)]
-    with pytest.raises(SystemExit, match="the session ends"):
+    with pytest.raises(SystemExit, match="the program ends"):
         trials.rows_of(runs, "abc")
     assert len(trials.KEPT.read_text().splitlines()) == 2
     rows = trials.rows_of(runs, "abc")
