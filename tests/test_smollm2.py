@@ -152,9 +152,3 @@ def test_the_chat_template_with_and_without_its_system_message(smollm2):
     ids, _ = data.encode(tokenizer, eos_ids, "17 + 25")
     assert tokenizer.decode(ids).startswith("<|im_start|>user\n14 + 6<|im_end|>\n")
     assert "system" not in tokenizer.decode(ids)
-
-
-def test_killed_and_resumed_equals_uninterrupted(flags, tmp_path, kill_and_resume):
-    steps = ["--num-steps", "4", "--checkpoint-every", "2", "--keep-checkpoints", "1"]
-    run_ranks(1, [[*flags, *steps, "--output-dir", str(tmp_path / "whole")]])
-    kill_and_resume(tmp_path / "whole", [*flags, *steps], "dpo_loss 5")
