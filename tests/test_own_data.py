@@ -63,7 +63,7 @@ def test_another_part_of_a_message_than_its_text_is_refused_by_name(key, in_prom
 def test_an_empty_part_of_a_message_changes_nothing(empty):
     prompt = [U | {"content": "Hi"}]
     assert texts(prompt, [A | {"content": "Yes", "tool_calls": empty}]) == texts(prompt, "Yes")
-    assert texts(prompt, [A | {"content": "Yes", "name": "Ann"}]) == texts(prompt, "Yes")
+    assert texts(prompt, [A | {"content": "Yes", "name": empty}]) == texts(prompt, "Yes")
 
 
 @pytest.mark.parametrize("nested", [False, True])
