@@ -861,9 +861,10 @@ README_TABLE = [
         "GRPO",
         "judge",
         (TUNED, PAPERS_EPSILON),
-        (TUNED, UNCLIPPED),
+        (TUNED, "offline"),
         (),
     ),
+    Difference("KTO, tales (20 tasks)", ("tasks",), "KTO", "judge", (), (TUNED, "offline"), ()),
     Difference(
         "shell game, S = 64 (1 task)",
         ("stale",),

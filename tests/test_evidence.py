@@ -304,9 +304,10 @@ def test_the_readmes_table_of_differences_is_recomputed_from_the_csvs():
             leads[1] = scores["humanline, tuned β"] - scores["offline, no clip, tuned β"]
         assert len(scores) == 12
         expected[f"{script}, stories"] = [cell(lead) for lead in leads]
-    scores = by_instance("tasks", "GRPO", "judge")
-    tuned = scores["offline + humanline"]
-    expected["GRPO, tales"] = [cell(tuned - scores[arm]) for arm in ("offline, ε 0.5", "offline, no clip")]
+    for script, others in (("GRPO", ("offline, ε 0.5", "offline")), ("KTO", ("offline",))):
+        scores = by_instance("tasks", script, "judge")
+        leads = [cell(scores["offline + humanline"] - scores[arm]) for arm in others]
+        expected[f"{script}, tales"] = ["not run"] * (2 - len(leads)) + leads
     curves = pd.DataFrame(reported("stale")).groupby("arm").curve.apply(np.array)
     expected["shell game"] = []
     for arm in ("ε 0.2", "ε 0.8", "S = 1"):
@@ -325,14 +326,14 @@ def test_the_readmes_table_of_differences_is_recomputed_from_the_csvs():
         for words, shown in zip(cells, found[name]):
             assert re.match(re.escape(words) + r"($|,| [*†‡§])", shown), (name, words, shown)
             checked += 1
-    assert checked == 17 and found["GRPO, tales"][2] == "not run"
-    assert "no clip: not run" in found["shell game"][1]
+    assert checked == 19 and found["GRPO, tales"][2] == found["KTO, tales"][2] == "not run"
+    assert "no clip: −0.07 (two runs)" in found["shell game"][1]
 
 
 def test_each_number_of_the_readmes_table_links_to_its_line_which_names_the_runs():
     lines = (pictures.RESULTS / "differences.csv").read_text(encoding="utf-8").splitlines()
     linked = re.findall(r"\[\**([−+][\d.]+)\**\]\(paper/results/differences.csv#L(\d+)\) \[(.+?)\]", LINKED)
-    assert [int(number) for _, number, _ in linked] == [*range(2, len(lines) + 1)] and len(linked) == 17
+    assert [int(number) for _, number, _ in linked] == [*range(2, len(lines) + 1)] and len(linked) == 18
     for shown, number, interval in linked:
         (line,) = csv.DictReader([lines[0], lines[int(number) - 1]])
         cell = in_brackets(*(float(line[key]) for key in ("difference", "low", "high")))
@@ -350,6 +351,7 @@ def test_the_readme_tells_of_each_row_how_many_tokens_the_clip_met():
         ("stories", "KTO"): "offline + humanline",
         ("stories", "DPO"): "offline + humanline",
         ("tasks", "GRPO"): "offline + humanline",
+        ("tasks", "KTO"): "offline + humanline",
         ("stale", "S"): "humanline, k=16",
         ("sums", "sums"): "humanline",
     }
@@ -363,7 +365,7 @@ def test_the_readme_tells_of_each_row_how_many_tokens_the_clip_met():
 
 def test_the_picture_of_differences_shows_the_numbers_of_the_readme():
     lines = study.differences(pictures.reported_rows(pictures.RESULTS))
-    assert len(lines) == 17
+    assert len(lines) == 18
     for line in lines:
         assert in_brackets(line["difference"], line["low"], line["high"]) in README
 

@@ -141,7 +141,7 @@ def test_differences_are_a_dot_and_an_interval_for_every_cell_of_the_readmes_tab
             assert labels[round(y)] == line["row"]
             assert (x, *bar[:, 0]) == pytest.approx([line[key] for key in ("difference", "low", "high")])
             drawn += 1
-    assert drawn == len(lines) == 17
+    assert drawn == len(lines) == 18
     grey = axes.patches[0].get_bbox()
     assert (grey.x0, grey.x1) == (-0.05, 0.05)
 
