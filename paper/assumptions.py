@@ -58,6 +58,7 @@ def draw(rows: list[dict]):
         ax.set(xticks=KS, xticklabels=KS, xlabel="k, optimizer steps between syncs")
         ax.grid(alpha=0.3)
     axes[0].set_yscale("symlog", linthresh=1e-6)  # a fraction may be 0
+    axes[0].set_ylim(0, 0.2)
     axes[0].set_ylabel("fraction of tokens beyond ±1.5")
     axes[1].set_ylabel("quantile 0.999 of |log-ratio|, nats")
     axes[1].axhline(1.5, color="black", linestyle=":")
