@@ -19,7 +19,7 @@ def dpo_on_stories(study: str, rate: float, flag: str) -> float:
 
 def test_the_advice_on_k_has_the_scores_of_the_stories():
     said = re.search(
-        r"k = 16 scored (\S+) at its rate, 3e-4; the paper's k = 1 scored (\S+) at 3e-4 and (\S+) at 1e-4",
+        r"k = 16 scored (\S+) at 3e-4; the paper's k = 1 scored (\S+) at 3e-4 and (\S+) at 1e-4",
         README,
     )
     scores = [dpo_on_stories("stories", 3e-4, "k 16")]
