@@ -64,7 +64,12 @@ def shown_of(name: str) -> tuple[str, str]:
 
 
 def draw(name: str, folder: Path = RESULTS):
-    """Writes NAME.png, and for some names further pictures, beside the csv files."""
+    """Writes NAME.png, and for some names further pictures, beside the csv files.
+
+    The README's numbers link to the lines of differences.csv, which is made of several studies.
+    """
+    if name == "differences":
+        write_csv(folder / "differences.csv", study.differences(reported_rows(folder)))
     for picture, figure in figures_of(name, folder).items():
         figure.savefig(folder / f"{picture}.png", dpi=110)
         plt.close(figure)
@@ -74,10 +79,8 @@ def figures_of(name: str, folder: Path) -> dict:
     """Draws all pictures of a name. Returns {name of the picture: figure}."""
     if name == "time":
         return {name: draw_time(read(folder, name))}
-    if name == "differences":  # of several studies; the README's numbers link to the lines of the csv
-        lines = study.differences(reported_rows(folder))
-        write_csv(folder / "differences.csv", lines)
-        return {name: draw_differences(lines)}
+    if name == "differences":
+        return {name: draw_differences(study.differences(reported_rows(folder)))}
     rows = [row for row in read(folder, name) if row["phase"] == "reported"]
     lines = [line for line in read(folder, f"{name}_arms") if line["metric"] in shown_of(name)]
     if name == "figure8":
@@ -90,11 +93,11 @@ def figures_of(name: str, folder: Path) -> dict:
         return {name: draw_stories(rows)}
     if name == "baselines":
         return {name: draw_frontier(read(folder, "stories") + read(folder, name))}
+    if name == "hypo":
+        return {name: draw_frontier(read(folder, name), ("DPO",))}
     if name in ("sums", "controls"):
         over = "kinds" if name == "sums" else "games"
         return {name: draw_curves(study.over_seeds(rows), lines, over)}
-    if name == "hypo":
-        rows = study.over_instances(rows)
     tests = []
     if (folder / f"{name}_tests.csv").exists():
         tests = read(folder, f"{name}_tests")
@@ -417,6 +420,7 @@ FRONTIER_MARKS = {  # {arm: its label, mark and colour}
     "offline": ("offline, tuned (GRPO: but for β)", "o", "#0072B2"),
     "offline, no clip, tuned β": ("offline, tuned with β", "^", "#0072B2"),
     "no reference": ("offline, no reference", "X", "#CC79A7"),
+    "HyPO": ("HyPO, tuned", "h", "#CC79A7"),
     "humanline, paper's ε and β": ("humanline, paper's ε and β, k = 1", "P", "#D55E00"),
     "humanline, paper's β, k = 1's rate": ("humanline, paper's β, DPO's rate for k = 1", "p", "#D55E00"),
     "offline + humanline": ("humanline, tuned (GRPO: but for β)", "s", "#D55E00"),
@@ -425,10 +429,14 @@ FRONTIER_MARKS = {  # {arm: its label, mark and colour}
 }
 
 
-def draw_frontier(rows: list[dict]):
+def draw_frontier(rows: list[dict], scripts: tuple[str, ...] = ("GRPO", "KTO", "DPO")):
     """Draws the judge's score against KL at the ends of runs: the arms' means, and faint those of tuning."""
-    figure, axes = plt.subplots(1, 3, figsize=(11, 4.6), layout="constrained", sharey=True)
-    for ax, script in zip(axes, ("GRPO", "KTO", "DPO")):
+    size = (2 + 3 * len(scripts), 4.6)
+    figure, axes = plt.subplots(
+        1, len(scripts), figsize=size, layout="constrained", sharey=True, squeeze=False
+    )
+    axes = axes[0]
+    for ax, script in zip(axes, scripts):
         for arm, (label, marker, color) in FRONTIER_MARKS.items():
             settings = {}  # {command without draw and seed: runs}
             for row in select(rows, arm=arm, failed=None):
@@ -449,7 +457,7 @@ def draw_frontier(rows: list[dict]):
     handles = {}  # {label: handle}; no panel has all arms
     for ax in axes:
         handles |= dict(zip(*reversed(ax.get_legend_handles_labels())))
-    figure.legend(handles.values(), handles, loc="outside upper center", ncols=3, fontsize=8)
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=len(scripts), fontsize=8)
     meaning = "mark with bars: mean of twelve draws, 95% interval; faint: a setting tried on two draws, mean"
     figure.supxlabel(meaning, fontsize=7)
     return figure

@@ -111,6 +111,8 @@ COPIES = {
     ("x = 5", r"\boxed{5}"): True,
     ("42", r"\boxed{17 + 25 = 42}"): True,
     ("42", r"\boxed{17 + 25\text{ apples}}"): False,
+    ("42", r"\boxed{((17 + 25))}"): False,
+    ("42", r"\boxed{((42))}"): True,
     ("42", r"\boxed{\$17 + \$25}"): False,
     ("17", r"\boxed{\$12 + \$5}"): False,
     ("0.5", r"\boxed{50\%}"): False,

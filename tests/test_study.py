@@ -373,9 +373,9 @@ def test_only_the_rival_that_is_best_in_the_tuning_is_reported():
     assert miniature.without_losers(study.STUDIES["sums"], rows) == study.STUDIES["sums"].arms
 
 
-def test_the_first_game_has_ten_seeds_and_the_others_two(tmp_path, monkeypatch):
-    """A whole study on made-up rows: 7 arms in each of six games, with the files that it writes."""
-    plan = study.STUDIES["controls"]
+def make_of_made_up_rows(name: str, folder, monkeypatch) -> list[dict]:
+    """Writes all files of a study into a folder, without a run. Returns its rows, whose scores are random."""
+    plan = study.STUDIES[name]
     rng = np.random.default_rng(1)
     made = []
 
@@ -385,13 +385,42 @@ def test_the_first_game_has_ten_seeds_and_the_others_two(tmp_path, monkeypatch):
             row = {"command": trials.command(arm, lr, seed, more), "seed": seed, "panel": arm.panel}
             row |= {"arm": arm.name, "phase": "reported" if seed > 10 else "tuning", "lr": lr, "failed": ""}
             numbers = {key: rng.random() for key in plan.metrics}
-            rows.append(row | numbers | {f"eval/accuracy@{step}": rng.random() for step in (32, 64)})
+            if "curve" in plan.metrics:
+                numbers |= {f"eval/accuracy@{step}": rng.random() for step in (32, 64)}
+            rows.append(row | numbers)
         made.extend(rows)
         return rows
 
     monkeypatch.setattr(trials, "commit", lambda: "")
     monkeypatch.setattr(trials, "rows_of", rows_of)
-    miniature.make_plan("controls", plan, tmp_path)
+    miniature.make_plan(name, plan, folder)
+    return made
+
+
+def test_hypo_is_tuned_alone_and_all_arms_run_on_the_twelve_draws(tmp_path, monkeypatch):
+    made = make_of_made_up_rows("hypo", tmp_path, monkeypatch)
+    tuned = [row for row in made if row["phase"] == "tuning"]
+    assert {row["arm"] for row in tuned} == {"HyPO"}
+    reported_rows = pictures.select(pictures.read(tmp_path, "hypo"), phase="reported")
+    arms = ("HyPO", "offline + humanline", "offline")
+    assert {(row["panel"], row["arm"]) for row in reported_rows} == {
+        (f"DPO {draw}", arm) for draw in range(11, 23) for arm in arms
+    }
+    lines = pictures.read(tmp_path, "hypo_tests")
+    assert [(line["first"], line["second"]) for line in lines] == list(study.HYPO_PAIRS)
+    for line in lines:
+        scores = [by_task(reported_rows, "DPO", line[end]) for end in ("first", "second")]
+        check(line, *scores)
+    check_holm(lines, 2)
+    (ax,) = pictures.figures_of("hypo", tmp_path)["hypo"].axes
+    _, labels = ax.get_legend_handles_labels()
+    assert len(labels) == 3 and "HyPO, tuned" in labels
+    pictures.plt.close("all")
+
+
+def test_the_first_game_has_ten_seeds_and_the_others_two(tmp_path, monkeypatch):
+    """A whole study on made-up rows: 7 arms in each of six games, with the files that it writes."""
+    made = make_of_made_up_rows("controls", tmp_path, monkeypatch)
     reported_rows = pictures.select(pictures.read(tmp_path, "controls"), phase="reported")
     seeds = {}
     for row in reported_rows:
