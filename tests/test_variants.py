@@ -303,16 +303,15 @@ SHORT = "--batch-size 4 --lr 1e-2 --warmup-fraction 0 --checkpoint-every 0 --eng
 SHORT += ["--eval-dataset", ""]
 
 
-@pytest.mark.parametrize(("k", "in_sync"), [("1", [0, 1, 2, 3, 4, 5, 6]), ("3", [0, 3, 6]), ("0", [0])])
-def test_a_trust_region_syncs_after_every_kth_update_and_clips_nothing(k, in_sync, tmp_path):
+def test_a_trust_region_syncs_after_every_kth_update_and_clips_nothing(tmp_path):
     """All log-ratios are 0 where the reference is the policy. Bounds of ±1e-9 would clip all other tokens."""
     bounds = ["--log-epsilon-P=-1e-9", "--log-epsilon-R=1e-9"]
-    done = train(
-        "trust-region", "dpo_humanline", tmp_path / "run", "--k", k, "--num-steps", "7", *SHORT, *bounds
-    )
+    flags = ["--k", "3", "--num-steps", "7", *SHORT, *bounds]
+    done = train("trust-region", "dpo_humanline", tmp_path / "run", *flags)
     assert done.returncode == 0, done.stderr
     steps = metrics(tmp_path / "run")
-    assert [step["step"] for step in steps if step["humanline/log_ratio_abs_mean"] == 0] == in_sync
+    in_sync = [step["step"] for step in steps if step["humanline/log_ratio_abs_mean"] == 0]
+    assert in_sync == [0, 3, 6]
     for step in steps:
         if step["step"] not in in_sync:
             assert step["humanline/clipped_low"] + step["humanline/clipped_high"] > 0.9
