@@ -37,8 +37,6 @@ from paper import pictures, study, trials  # noqa: E402
 from paper.trials import RESULTS, ROOT, write_csv  # noqa: E402
 from toy import make  # noqa: E402
 
-LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # the learning rates with which grids grow
-
 
 def make_plan(name: str, plan: study.Plan, out: Path):
     """Makes the csv files of a figure or a study, after making its runs."""
@@ -46,14 +44,17 @@ def make_plan(name: str, plan: study.Plan, out: Path):
     _, data = plan.data
     scored = [metric for metric in plan.metrics if metric not in ("clipped", "grad_norm_max")]
     before = trials.untrained([*plan.tuned, *plan.arms], scored, at, plan.before_seeds, data)
-    collapsed = before if plan.test else {}  # scores of runs that collapse; a figure has no scores for them
+    is_study = name in study.STUDIES
+    collapsed = before if is_study else {}  # scores of runs that collapse; a figure has no scores for them
     best, rows = tune(plan, collapsed, at)
-    runs = []
-    for arm in without_losers(plan, rows):
-        lr, option = best.get((arm.script, arm.name), (arm.lrs[0], ""))
-        seeds = [*plan.seeds, *plan.more_seeds.get(arm.panel, ())]
-        runs += [(arm, lr, seed, f"{option} {data}") for seed in seeds]
-    reported = rows_of(runs, collapsed, at)
+    arms = without_losers(plan, rows)
+    reused = []
+    if plan.reused:
+        other, arm = plan.reused
+        reused = pictures.select(pictures.read(RESULTS, other), arm=arm, phase="reported")
+    reported = report(plan, [arm for arm in arms if arm.name not in plan.gated], best, collapsed, at)
+    if plan.gate and plan.gate(reported + reused):
+        reported += report(plan, [arm for arm in arms if arm.name in plan.gated], best, collapsed, at)
     if trials.commit() != at:
         raise SystemExit(f"error: the code has changed during the runs: go back to {at}, or start again")
 
@@ -62,10 +63,10 @@ def make_plan(name: str, plan: study.Plan, out: Path):
             if not row["failed"]:
                 row["kl"] = divergence(trials.folder_of(row["command"], at))
     table = []
-    compared = study.over_instances(reported) if plan.instances else reported
+    compared = study.over_instances(reported + reused) if plan.instances else reported
     for metric in plan.metrics:
         for line in study.compare(compared, metric):
-            if plan.test:  # the tests of a study are in NAME_tests.csv
+            if is_study:  # its tests are in NAME_tests.csv
                 line = {key: line[key] for key in line if key not in ("against", "difference", "p", "p_holm")}
             table.append(line)
     for panel, scores in before.items():
@@ -75,10 +76,35 @@ def make_plan(name: str, plan: study.Plan, out: Path):
         for metric in scored:
             mean = np.mean([before[arm.panel][metric] for arm in plan.arms])
             table.append({"panel": table[0]["panel"], "arm": "untrained", "metric": metric, "mean": mean})
+    if name == "chat":
+        write_answers(out, rows + reported)
     write_csv(out / f"{name}.csv", rows + reported)
     write_csv(out / f"{name}_arms.csv", table)
     if plan.test:
-        write_csv(out / f"{name}_tests.csv", plan.test(reported))
+        write_csv(out / f"{name}_tests.csv", plan.test(reported + reused))
+
+
+def report(plan: study.Plan, arms: list, best: dict, collapsed: dict, at: str) -> list[dict]:
+    """Returns the reported rows of arms, with their best choices."""
+    _, data = plan.data
+    runs = []
+    for arm in arms:
+        choice_of = plan.rate_of.get(arm.name, arm.name)
+        lr, option = best.get((arm.script, choice_of), (arm.lrs[0], ""))
+        seeds = [*plan.seeds, *plan.more_seeds.get(arm.panel, ())]
+        runs += [(arm, lr, seed, f"{option} {data}") for seed in seeds]
+    return rows_of(runs, collapsed, at)
+
+
+def write_answers(out: Path, rows: list[dict]):
+    """Moves the answers of the rows into chat_answers.csv: those of the first seed on polite pairs."""
+    table = []
+    for row in rows:
+        answers = row.pop("answers", ())
+        if (row["phase"], row["panel"], row["seed"]) == ("reported", "chat polite", 21):
+            for question, before, after in answers:
+                table.append({"question": question, "arm": row["arm"], "before": before, "after": after})
+    write_csv(out / "chat_answers.csv", table)
 
 
 def without_losers(plan: study.Plan, rows: list[dict]) -> list:
@@ -113,10 +139,10 @@ def tune(plan: study.Plan, collapsed: dict, at: str) -> tuple:
     arms = tuned_arms(plan)
     choices = {(arm.script, arm.name): list(product(arm.lrs, arm.options)) for arm in arms}
     best, rows = try_choices(plan, arms, choices, collapsed, at)
-    if plan.test and not plan.grows_by_arm:
+    if plan.grows == "once":
         new = set()
         for key, (lr, _) in best.items():
-            new |= {*rates_beside(lr, choices[key], (1e-6, 3e-6, *LADDER))}
+            new |= {*rates_beside(lr, choices[key], plan.ladder)}
         # An arm stands in several panels, but its grid grows once.
         for key, options in {(arm.script, arm.name): arm.options for arm in arms}.items():
             choices[key] += product(sorted(new), options)
@@ -131,9 +157,9 @@ def tune(plan: study.Plan, collapsed: dict, at: str) -> tuple:
                 continue
             done.add(key)
             lr, option = best[key]
-            beside = rates_beside(lr, choices[key])
+            beside = rates_beside(lr, choices[key], plan.ladder)
             more = []
-            if plan.test and beside:  # the best rate is at an end of the grid
+            if plan.test and plan.grows == "by arm" and beside:  # the best rate is at an end of the grid
                 more = list(product(beside, arm.options))
             elif option in arm.options:
                 more = [(lr, f"{option} {flags}") for flags in arm.then]
@@ -165,11 +191,11 @@ def try_choices(plan: study.Plan, arms: list, choices: dict, collapsed: dict, at
     best = {}
     for key, numbers_of in scores.items():
         means = {choice: np.mean(numbers) for choice, numbers in numbers_of.items()}
-        best[key] = max(means, key=means.get)
+        best[key] = (min if plan.lowest_is_best else max)(means, key=means.get)
     return best, rows
 
 
-def rates_beside(lr: float, choices: list[tuple], ladder: tuple = LADDER) -> list[float]:
+def rates_beside(lr: float, choices: list[tuple], ladder: tuple) -> list[float]:
     """Returns the neighbours of a learning rate on the ladder that are not among the choices."""
     i = ladder.index(lr)
     tried = [rate for rate, _ in choices]

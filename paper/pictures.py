@@ -59,7 +59,7 @@ def reported_rows(folder: Path) -> dict[str, list[dict]]:
 
 def shown_of(name: str) -> tuple[str, str]:
     """Returns the two metrics that a picture shows."""
-    in_mathematics = name in ("figure7", "stale", "sums", "controls")
+    in_mathematics = name in ("figure7", "stale", "sums", "gap", "controls")
     return ("curve", "eval/accuracy") if in_mathematics else ("eval/reward", "judge")
 
 
@@ -79,6 +79,8 @@ def figures_of(name: str, folder: Path) -> dict:
     """Draws all pictures of a name. Returns {name of the picture: figure}."""
     if name == "time":
         return {name: draw_time(read(folder, name))}
+    if name == "chat":
+        return {}  # a table is enough
     if name == "differences":
         return {name: draw_differences(study.differences(reported_rows(folder)))}
     rows = [row for row in read(folder, name) if row["phase"] == "reported"]
@@ -95,8 +97,8 @@ def figures_of(name: str, folder: Path) -> dict:
         return {name: draw_frontier(read(folder, "stories") + read(folder, name))}
     if name == "hypo":
         return {name: draw_frontier(read(folder, name), ("DPO",))}
-    if name in ("sums", "controls"):
-        over = "kinds" if name == "sums" else "games"
+    if name in ("sums", "gap", "controls"):
+        over = "games" if name == "controls" else "kinds"
         return {name: draw_curves(study.over_seeds(rows), lines, over)}
     tests = []
     if (folder / f"{name}_tests.csv").exists():

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise, product
 from statistics import fmean
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -17,12 +17,14 @@ import statsmodels.formula.api as smf
 from scipy.stats import ttest_1samp, wilcoxon
 from statsmodels.stats.weightstats import CompareMeans, DescrStatsW, ttost_paired
 
-from paper.trials import GAMES, INSTANCES, KINDS, STORIES, TASKS, Arm, arms
+from paper.trials import CHATS, GAMES, INSTANCES, KINDS, STORIES, TASKS, Arm, arms
 
 PAPERS_EPSILON = "offline, ε 0.5"  # Table 3's ε without humanline
 NARROW = "offline, ε 0.15"  # Table 3's ε with humanline
 UNCLIPPED = "offline, no clip"
 MARGIN = 0.05  # arms are on a par if their judge's scores differ by less than this
+LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # the learning rates with which grids grow
+LONG_LADDER = (1e-6, 3e-6, *LADDER)
 
 
 class Plan(NamedTuple):
@@ -38,9 +40,16 @@ class Plan(NamedTuple):
     test: Callable[[list[dict]], list[dict]] | None = None  # of a study: makes its tests of the reported rows
     more_seeds: dict[str, range] = {}  # further reported seeds of a panel
     rivals: tuple[str, ...] = ()  # arms of which only the best one of the tuning is reported
-    # Whether the grid of a study's arm grows for this arm, until its best learning rate is not at an end. If
-    # not, it grows once, for all arms alike.
-    grows_by_arm: bool = True
+    # When the best learning rate of a study's arm is at an end of the grid, the grid grows: by arm, until the
+    # best rate is inside; once, for all arms alike; or never.
+    grows: Literal["by arm", "once", "never"] = "by arm"
+    ladder: tuple[float, ...] = LADDER
+    lowest_is_best: bool = False  # of the first metric
+    rate_of: dict[str, str] = {}  # {arm: another arm, whose tuned learning rate it takes}
+    reused: tuple[str, str] = ()  # (study, arm): its committed rows are compared with those of this plan
+    # The arms in `gated` run only if `gate` returns True for the rows of all others.
+    gated: tuple[str, ...] = ()
+    gate: Callable[[list[dict]], bool] | None = None
 
 
 # === Statistics ===
@@ -330,6 +339,24 @@ def controls_test(rows: list[dict]) -> list[dict]:
     for both in pairs:
         lines.append(on_a_par(rows, "game", *both, "curve", GAME_MARGIN))
     holm(lines[:4])
+    return lines
+
+
+def has_gap(rows: list[dict]) -> bool:
+    """Returns whether online is ahead of ε 0.2 by at least GAP, with its interval above 0."""
+    line = on_a_par(over_instances(rows), "sums", "online", "ε 0.2", "late")
+    return line["difference"] >= GAP and line["low"] > 0
+
+
+def gap_test(rows: list[dict]) -> list[dict]:
+    """Compares the arms of `gap`, paired by kind (means over seeds).
+
+    Holm's correction is over the three planned tests. If `has_gap` is False, there is only online - ε 0.2.
+    """
+    lines = [on_a_par(over_instances(rows), "sums", "online", "ε 0.2", "late")]
+    if has_gap(rows):
+        lines = tests_of(rows, "sums", GAP_PAIRS, "late") + lines
+        lines.append(on_a_par(over_instances(rows), "sums", "online", "humanline", "late"))
     return lines
 
 
@@ -695,6 +722,41 @@ def of_sums(arm: Arm, kind: str, part: str) -> Arm:
     return arm._replace(panel=f"{arm.panel} {kind}", flags=flags)
 
 
+# Sums with one round of samples for all steps. Online's rows are those of `sums`.
+OLD = "last-number --sample-every 32"
+GAP = 0.10  # of accuracy, between online and ε 0.2
+GAP_ARMS = arms(
+    "sums",
+    "grpo_math",
+    SUMS_LRS[1:],
+    {
+        "ε 0.2": f"{OLD} --no-humanline",
+        "no clip": f"{OLD} --no-humanline --epsilon 1e9",
+        "humanline": f"{OLD} --k 8",
+    },
+)
+GAP_ARMS += arms("sums", "grpo_math", SUMS_LRS[1:2], {"clipping alone": f"{OLD} --k 0 --epsilon 1e9"})
+GAP_PAIRS = (("humanline", "ε 0.2"), ("humanline", "no clip"), ("clipping alone", "no clip"))
+
+
+# DPO on pairs for a chat model (toy/chat.py), with SmolLM2-135M-Instruct
+CHAT_LRS = (1e-6, 5e-6, 2e-5)
+CHAT_FLAGS = {"offline": "--no-humanline", "humanline, k=1": "--k 1", "humanline, k=16": "--k 16"}
+CHAT_ARMS = arms("chat", "dpo", CHAT_LRS, CHAT_FLAGS)
+
+
+def of_chat(arm: Arm, kind: str, part: str) -> Arm:
+    """Returns an arm on a kind of pairs, evaluated on a part of them: tuning or held_out."""
+    folder = f"runs/chat/{kind}"
+    flags = (
+        f"--model runs/smollm2 --dtype bfloat16 --dataset {folder}/train.jsonl "
+        f"--eval-dataset {folder}/{part}.jsonl --num-steps 90 --batch-size 16 --max-length 256 "
+        f"--eval-samples 64 --temperature 1 --top-p 1 "
+        f"--max-new-tokens 64 --generation-batch-size 64 {arm.flags}"
+    )
+    return arm._replace(panel=f"{arm.panel} {kind}", flags=flags)
+
+
 LOW_ENTROPY = (
     "--model toy/low_entropy/policy --reward-model toy/low_entropy/reward_model "
     f"{FAST} --num-steps 320 --adam-eps 1e-2 --max-new-tokens 80 --generation-batch-size 256"
@@ -788,7 +850,8 @@ STUDIES = {
         test=baselines_test,
         before_seeds=(21,),
         instances=True,
-        grows_by_arm=False,
+        grows="once",
+        ladder=LONG_LADDER,
     ),
     "hypo": Plan(
         [of_story(arm, i) for arm in HYPO_ARMS for i in STORIES[2:]],
@@ -798,7 +861,8 @@ STUDIES = {
         test=partial(tests_of, panel="DPO", pairs=HYPO_PAIRS),
         before_seeds=(21,),
         instances=True,
-        grows_by_arm=False,
+        grows="once",
+        ladder=LONG_LADDER,
     ),
     "controls": Plan(
         [of_game(arm, i) for i in (0, *GAMES) for arm in CONTROL_ARMS],
@@ -812,7 +876,8 @@ STUDIES = {
         test=controls_test,
         before_seeds=(21,),
         instances=True,
-        grows_by_arm=False,
+        grows="once",
+        ladder=LONG_LADDER,
     ),
     "sums": Plan(
         [of_sums(arm, kind, "held_out") for arm in SUMS_ARMS for kind in KINDS[1:]],
@@ -822,7 +887,33 @@ STUDIES = {
         test=partial(tests_of, panel="sums", pairs=SUMS_PAIRS, metric="late"),
         before_seeds=(21,),
         instances=True,
-        grows_by_arm=False,
+        grows="once",
+        ladder=LONG_LADDER,
+    ),
+    "gap": Plan(
+        [of_sums(arm, kind, "held_out") for arm in GAP_ARMS for kind in KINDS[1:]],
+        metrics=("late", "eval/accuracy", "eval/finished", "clipped"),
+        seeds=range(21, 23),
+        tuned=[of_sums(arm, KINDS[0], "tuning") for arm in GAP_ARMS],
+        test=gap_test,
+        before_seeds=(21,),
+        instances=True,
+        grows="never",
+        rate_of={"clipping alone": "no clip"},
+        reused=("sums", "online"),
+        gated=("humanline", "clipping alone"),
+        gate=has_gap,
+    ),
+    "chat": Plan(
+        [of_chat(arm, kind, "held_out") for kind in CHATS for arm in CHAT_ARMS],
+        metrics=("eval/loss", "eval/accuracy", "kl", "eval/length", "eval/finished", "clipped"),
+        seeds=range(21, 22),
+        more_seeds={"chat polite": range(22, 24)},
+        tuned=[of_chat(arm, "polite", "tuning") for arm in CHAT_ARMS],
+        before_seeds=(21,),
+        grows="once",
+        ladder=(2.5e-7, *CHAT_LRS, 1e-4),
+        lowest_is_best=True,
     ),
 }
 

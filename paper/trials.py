@@ -33,7 +33,8 @@ from toy import make  # noqa: E402
 
 # What a run computes depends on these files.
 CODE = ["dpo_humanline.py", "kto_humanline.py", "grpo_humanline.py", "grpo_math_humanline.py", "support"]
-CODE += ["utils.py", "paper/frontier.py", "paper/quartiles.py", "paper/variants.py", "toy", ":!toy/README.md"]
+CODE += ["utils.py", "paper/chat.py", "paper/frontier.py", "paper/quartiles.py", "paper/variants.py"]
+CODE += ["toy", ":!toy/README.md"]
 FIRST_SEED = 11  # of the reported runs; smaller seeds are for tuning
 # Some errors are results. Either the policy has collapsed, so that the samples of a prompt, or of all
 # prompts, are equal; or training has diverged. Any other error ends the program.
@@ -42,6 +43,8 @@ INSTANCES = (1, 2, 3, 4, 5)  # seeds of toy/make.py: the tales' task with anothe
 TASKS = range(11, 31)  # further seeds, for one study
 # Kinds of problems of toy/sums.py: the first for tuning, the others for the report.
 KINDS = ("plus", "plus_small", "plus_large", "minus", "plus_tens", "times")
+# Pairs for a chat model, and their files, which must be in runs/ (toy/chat.py says where they come from)
+CHATS = {"polite": "instruction-data-with-preference.json", "harmless": "test.jsonl.gz"}
 STORIES = (1, 2, *range(11, 23))  # seeds of the stories' task: two for tuning, twelve for the report
 GAMES = range(1, 6)  # seeds of toy/make.py: further shell games, with other problems and another policy
 KEPT = None  # a file of finished rows (Path), which are not made again; None: none
@@ -103,6 +106,8 @@ for i in STORIES:
 PREPARE["runs/smollm2 "] = "python toy/smollm2.py runs/smollm2"
 for kind in KINDS:
     PREPARE[f"runs/sums/{kind}/"] = f"python toy/sums.py runs/sums/{kind} --kind {kind} --tuning 32"
+for kind, file in CHATS.items():
+    PREPARE[f"runs/chat/{kind}/"] = f"python toy/chat.py {kind} runs/{file} runs/chat/{kind}"
 
 
 def commit() -> str:
@@ -182,7 +187,9 @@ def start(line: str, folder: Path):
         end["failed"] = collapse[1]
     elif "/stories/policy" in line:
         shell(f"python paper/frontier.py {folder}").check_returncode()
-    elif "runs/smollm2" in line:
+    elif "runs/chat/" in line:
+        shell(f"python paper/chat.py {folder}").check_returncode()
+    if "runs/smollm2" in line and not end["failed"]:
         shutil.rmtree(folder / "final")  # half a gigabyte
     write_file(folder / "end.json", json.dumps(end))
 
@@ -271,6 +278,8 @@ def row_of(arm: Arm, lr: float, seed: int, more: str, at: str) -> dict:
         row |= frontier_columns(json.loads((folder / "frontier.json").read_text()))
     else:
         row["judge"] = judged(folder)
+    if (folder / "chat.json").exists():
+        row |= json.loads((folder / "chat.json").read_text())
     row["clipped"] = fmean(step["humanline/clipped_low"] + step["humanline/clipped_high"] for step in steps)
     row["grad_norm_max"] = max(step["grad_norm"] for step in steps)
     curve = {}  # {column: accuracy after that number of updates}

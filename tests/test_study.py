@@ -1,5 +1,6 @@
 """Tests paper/study.py and the committed csv files: the arms of the plans, their tuning, their statistics."""
 
+import csv
 import importlib
 import re
 import shlex
@@ -24,7 +25,8 @@ ABOUT = {  # {plans: the only settings, besides the tuned ones, in which the arm
     "figure7 figure8 stale": "humanline sample_every k epsilon variant",
     "table6": "log_epsilon_P log_epsilon_R",
     "baselines hypo": "humanline epsilon k beta variant",
-    "sums": "humanline sample_every epsilon k variant",
+    "sums gap": "humanline sample_every epsilon k variant",
+    "chat": "humanline k",
     "controls": "humanline sample_every epsilon k beta variant",  # OAPL's β_2 is --beta
     "stories": "humanline online epsilon dataset k beta reward_model round_prompts samples_per_prompt",
 }
@@ -373,8 +375,11 @@ def test_only_the_rival_that_is_best_in_the_tuning_is_reported():
     assert miniature.without_losers(study.STUDIES["sums"], rows) == study.STUDIES["sums"].arms
 
 
-def make_of_made_up_rows(name: str, folder, monkeypatch) -> list[dict]:
-    """Writes all files of a study into a folder, without a run. Returns its rows, whose scores are random."""
+def make_of_made_up_rows(name: str, folder, monkeypatch, numbers_of=lambda *run: {}) -> list[dict]:
+    """Writes all files of a study into a folder, without a run.
+
+    Returns its rows. Their scores are random, but for those that numbers_of(arm, lr, seed, more) returns.
+    """
     plan = study.STUDIES[name]
     rng = np.random.default_rng(1)
     made = []
@@ -385,9 +390,9 @@ def make_of_made_up_rows(name: str, folder, monkeypatch) -> list[dict]:
             row = {"command": trials.command(arm, lr, seed, more), "seed": seed, "panel": arm.panel}
             row |= {"arm": arm.name, "phase": "reported" if seed > 10 else "tuning", "lr": lr, "failed": ""}
             numbers = {key: rng.random() for key in plan.metrics}
-            if "curve" in plan.metrics:
+            if {"curve", "late"} & {*plan.metrics}:
                 numbers |= {f"eval/accuracy@{step}": rng.random() for step in (32, 64)}
-            rows.append(row | numbers)
+            rows.append(row | numbers | numbers_of(arm, lr, seed, more))
         made.extend(rows)
         return rows
 
@@ -434,6 +439,64 @@ def test_the_first_game_has_ten_seeds_and_the_others_two(tmp_path, monkeypatch):
     figures = pictures.figures_of("controls", tmp_path)
     assert len(figures["controls"].axes[0].get_lines()) == 7
     pictures.plt.close("all")
+
+
+@pytest.mark.parametrize("is_gap", [True, False])
+def test_humanline_runs_on_old_sums_only_if_online_is_ahead(is_gap, tmp_path, monkeypatch):
+    committed = pictures.select(pictures.read(pictures.RESULTS, "sums"), arm="online", phase="reported")
+    kinds = [scores_of(committed, f"sums {kind}", "online", "late") for kind in trials.KINDS[1:]]
+    online = np.array([scores.mean() for scores in kinds])
+    low = online.mean() - (0.4 if is_gap else 0.05)
+
+    def late(arm, *_):
+        return {"late": low} if arm.name == "ε 0.2" else {}
+
+    made = make_of_made_up_rows("gap", tmp_path, monkeypatch, late)
+    tuned = pictures.select(made, phase="tuning")
+    assert {row["lr"] for row in tuned} == {1e-5, 3e-5} and len(tuned) == 6
+    reported_rows = pictures.select(pictures.read(tmp_path, "gap"), phase="reported")
+    names = dict.fromkeys(row["arm"] for row in reported_rows)
+    lines = pictures.read(tmp_path, "gap_tests")
+    both = [(line["first"], line["second"]) for line in lines]
+    if not is_gap:
+        assert list(names) == ["ε 0.2", "no clip"] and both == [("online", "ε 0.2")]
+    else:
+        assert list(names) == ["ε 0.2", "no clip", "humanline", "clipping alone"]
+        assert both == [*study.GAP_PAIRS, ("online", "ε 0.2"), ("online", "humanline")]
+        check_holm(lines, 3)
+        rates = {arm: {row["lr"] for row in reported_rows if row["arm"] == arm} for arm in names}
+        assert rates["clipping alone"] == rates["no clip"] and len(rates["no clip"]) == 1
+    (gap,) = [line for line in lines if line["second"] == "ε 0.2" and line["first"] == "online"]
+    check(gap, online, np.full(5, low))
+    assert len(reported_rows) == 10 * len(names)
+    (ax,) = pictures.figures_of("gap", tmp_path)["gap"].axes
+    assert len(ax.get_lines()) == len(names)
+    pictures.plt.close("all")
+
+
+def test_the_chat_arms_are_tuned_by_the_lowest_loss_and_the_grid_grows_for_all(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+
+    def loss(arm, lr, *_):
+        loss = abs(np.log(lr / 2e-5)) + 0.01 * rng.random()
+        return {"eval/loss": loss, "answers": [["Q", "A", "B"]]}
+
+    made = make_of_made_up_rows("chat", tmp_path, monkeypatch, loss)
+    tuned = pictures.select(made, phase="tuning")
+    assert {row["panel"] for row in tuned} == {"chat polite"}
+    for arm in study.CHAT_FLAGS:
+        assert {row["lr"] for row in tuned if row["arm"] == arm} == {1e-6, 5e-6, 2e-5, 1e-4}
+    reported_rows = pictures.select(pictures.read(tmp_path, "chat"), phase="reported")
+    assert {row["lr"] for row in reported_rows} == {2e-5}
+    seeds = {}
+    for row in reported_rows:
+        seeds.setdefault((row["panel"], row["arm"]), []).append(row["seed"])
+    assert set(map(tuple, seeds.values())) == {(21, 22, 23), (21,)} and len(seeds) == 6
+    with (tmp_path / "chat_answers.csv").open(newline="") as file:
+        answers = list(csv.DictReader(file))
+    assert answers == [{"question": "Q", "arm": arm, "before": "A", "after": "B"} for arm in study.CHAT_FLAGS]
+    assert not any("answers" in row for row in reported_rows)
+    assert pictures.figures_of("chat", tmp_path) == {}
 
 
 def test_kept_rows_are_not_made_again_and_rows_are_kept_as_soon_as_their_batch_ends(tmp_path, monkeypatch):

@@ -1,0 +1,104 @@
+"""Makes pairs for a chat model from a file of another repository. The pairs are not part of this one.
+
+    python toy/chat.py polite instruction-data-with-preference.json runs/chat/polite
+    python toy/chat.py harmless test.jsonl.gz runs/chat/harmless
+
+polite:   rasbt/LLMs-from-scratch (Apache-2.0), ch07/04_preference-tuning-with-dpo/. A language model (Llama
+          3.1 70B) has rewritten one of the answers to an instruction, more or less politely than the other.
+harmless: anthropics/hh-rlhf (MIT), harmless-base/. People have chosen between two answers of a model, which
+          ends a conversation. Many of these texts are offensive.
+"""
+
+import gzip
+import json
+import random
+import re
+import sys
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from tyro.conf import Positional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from support.run import write_file  # noqa: E402
+
+PARTS = {"tuning": 200, "held_out": 300}  # rows; all others are in train.jsonl
+LONGEST = 800  # characters of a conversation, which are at most 256 tokens of SmolLM2 with few exceptions
+
+
+def polite_rows(text: str) -> list[dict]:
+    """Reads the json of polite."""
+    rows = []
+    for row in json.loads(text):
+        question = f"{row['instruction']}\n{row['input']}".strip()
+        pair = {key: [{"role": "assistant", "content": row[key]}] for key in ("chosen", "rejected")}
+        rows.append({"prompt": [{"role": "user", "content": question}], **pair})
+    return rows
+
+
+def harmless_rows(text: str) -> list[dict]:
+    """Reads the jsonl of harmless. A pair whose conversations differ before the last answer is left out."""
+    rows = []
+    for line in text.splitlines():
+        pair = {key: as_messages(conversation) for key, conversation in json.loads(line).items()}
+        chosen, rejected = pair["chosen"], pair["rejected"]
+        if chosen[:-1] == rejected[:-1]:
+            rows.append({"prompt": chosen[:-1], "chosen": chosen[-1:], "rejected": rejected[-1:]})
+    return rows
+
+
+def as_messages(conversation: str) -> list[dict]:
+    """Splits a text of hh-rlhf, "\n\nHuman: …\n\nAssistant: …", into messages."""
+    _, *parts = re.split(r"\n\n(Human|Assistant):", conversation)
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [{"role": roles[name], "content": text.strip()} for name, text in zip(parts[::2], parts[1::2])]
+
+
+def selected_rows(rows: list[dict]) -> list[dict]:
+    """Returns the rows with two different answers and at most LONGEST characters.
+
+    Of rows with the same prompt only the first stays, so that no prompt stands in two parts.
+    """
+    first_of = {}  # {prompt: its first row}
+    for row in rows:
+        question = [message["content"] for message in row["prompt"]]
+        answers = {row["chosen"][0]["content"], row["rejected"][0]["content"]}
+        is_whole = all(question) and all(answers) and len(answers) == 2
+        length = len("".join(question)) + max(map(len, answers))
+        # A conversation of hh-rlhf may lack a turn.
+        roles = [message["role"] for message in row["prompt"]]
+        is_whole = is_whole and roles == [*islice(cycle(("user", "assistant")), len(roles))]
+        if is_whole and len(roles) % 2 and length <= LONGEST:
+            first_of.setdefault(json.dumps(row["prompt"]), row)
+    return list(first_of.values())
+
+
+def main(kind: Positional[Literal["polite", "harmless"]], file: Positional[Path], out: Positional[Path]):
+    """Writes train.jsonl, tuning.jsonl and held_out.jsonl, in an order that does not depend on the run.
+
+    Args:
+        kind: which of the two.
+        file: the file of that repository, as it is there or after gunzip.
+        out: the folder.
+    """
+    if not file.is_file():
+        raise SystemExit(f"error: {file} does not exist: get it from the repository that toy/chat.py names")
+    content = file.read_bytes()
+    if content.startswith(b"version https://git-lfs"):
+        raise SystemExit(f"error: {file} is a pointer of Git LFS: git lfs pull gets the file itself")
+    text = (gzip.decompress(content) if file.suffix == ".gz" else content).decode()
+    rows = selected_rows(polite_rows(text) if kind == "polite" else harmless_rows(text))
+    random.Random(0).shuffle(rows)
+    out.mkdir(parents=True, exist_ok=True)
+    start = 0
+    for part, count in [*PARTS.items(), ("train", len(rows))]:
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows[start : start + count]]
+        write_file(out / f"{part}.jsonl", "\n".join(lines) + "\n")
+        start += count
+    print(f"{out}: {len(rows)} pairs, of which {len(rows) - sum(PARTS.values())} are for training")
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)
