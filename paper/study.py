@@ -368,7 +368,7 @@ class Difference(NamedTuple):
     metric: str
     # Humanline and the arm that it is compared with, or () where that arm was not run
     default: tuple  # a default clip or β
-    control: tuple  # the best simple control: a tuned clip or β, or no clip
+    control: tuple  # a simple control: a tuned clip or β, or no clip
     online: tuple
 
 
