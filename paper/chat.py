@@ -4,7 +4,8 @@
 
 The KL between the policy and the initial one is the mean of log π(y) - log π_0(y), in nats, over the samples
 y of the run's last evaluation. They must have been drawn with --temperature 1 and --top-p 1. A sample ends
-after --max-new-tokens, so this is the KL of the first so many tokens. The answers are greedy.
+after --max-new-tokens, so this is the KL of the first so many tokens. Their texts are tokenized again, so
+about a tenth of them have other tokens than were sampled. The answers are greedy.
 """
 
 import json
@@ -70,7 +71,7 @@ def main(folder: tyro.conf.Positional[Path]):
         columns[f"{name} error"] = error
     questions = [sample["prompt"] for sample in samples]
     columns["answers"] = list(zip(questions, answers_before, answers_after))
-    run.write_file(folder / "chat.json", json.dumps(columns, ensure_ascii=False))
+    run.write_file(folder / "chat.json", json.dumps(columns))
 
 
 if __name__ == "__main__":

@@ -43,17 +43,13 @@ def make_plan(name: str, plan: study.Plan, out: Path):
     at = trials.commit()
     _, data = plan.data
     scored = [metric for metric in plan.metrics if metric not in ("clipped", "grad_norm_max")]
-    before = trials.untrained([*plan.tuned, *plan.arms], scored, at, plan.before_seeds, data)
+    before = trials.untrained([*plan.arms, *plan.tuned], scored, at, plan.before_seeds, data)
     is_study = name in study.STUDIES
     collapsed = before if is_study else {}  # scores of runs that collapse; a figure has no scores for them
     best, rows = tune(plan, collapsed, at)
     arms = without_losers(plan, rows)
-    reused = []
-    if plan.reused:
-        other, arm = plan.reused
-        reused = pictures.select(pictures.read(RESULTS, other), arm=arm, phase="reported")
     reported = report(plan, [arm for arm in arms if arm.name not in plan.gated], best, collapsed, at)
-    if plan.gate and plan.gate(reported + reused):
+    if plan.gate and plan.gate(reported):
         reported += report(plan, [arm for arm in arms if arm.name in plan.gated], best, collapsed, at)
     if trials.commit() != at:
         raise SystemExit(f"error: the code has changed during the runs: go back to {at}, or start again")
@@ -63,7 +59,7 @@ def make_plan(name: str, plan: study.Plan, out: Path):
             if not row["failed"]:
                 row["kl"] = divergence(trials.folder_of(row["command"], at))
     table = []
-    compared = study.over_instances(reported + reused) if plan.instances else reported
+    compared = study.over_instances(reported) if plan.instances else reported
     for metric in plan.metrics:
         for line in study.compare(compared, metric):
             if is_study:  # its tests are in NAME_tests.csv
@@ -81,7 +77,7 @@ def make_plan(name: str, plan: study.Plan, out: Path):
     write_csv(out / f"{name}.csv", rows + reported)
     write_csv(out / f"{name}_arms.csv", table)
     if plan.test:
-        write_csv(out / f"{name}_tests.csv", plan.test(reported + reused))
+        write_csv(out / f"{name}_tests.csv", plan.test(reported))
 
 
 def report(plan: study.Plan, arms: list, best: dict, collapsed: dict, at: str) -> list[dict]:
@@ -309,6 +305,9 @@ def main(name: Positional[Name], seeds: int = 0, panels: int = 0, write: bool = 
             there. Nobody reads this file before the last run.
     """
     trials.KEPT = RESULTS / f"{name}.jsonl" if keep else None
+    if keep:
+        old = {at for _, at, *_ in trials.kept_rows()} - {trials.commit()}
+        print(f"Rows of other commits in {trials.KEPT.name} are not used: {', '.join(sorted(old)) or 'none'}")
     out = RESULTS if write else ROOT / "runs" / "results"
     if name == "time":
         rows = timed_rows(seeds or 3)

@@ -46,7 +46,6 @@ class Plan(NamedTuple):
     ladder: tuple[float, ...] = LADDER
     lowest_is_best: bool = False  # of the first metric
     rate_of: dict[str, str] = {}  # {arm: another arm, whose tuned learning rate it takes}
-    reused: tuple[str, str] = ()  # (study, arm): its committed rows are compared with those of this plan
     # The arms in `gated` run only if `gate` returns True for the rows of all others.
     gated: tuple[str, ...] = ()
     gate: Callable[[list[dict]], bool] | None = None
@@ -352,11 +351,14 @@ def gap_test(rows: list[dict]) -> list[dict]:
     """Compares the arms of `gap`, paired by kind (means over seeds).
 
     Holm's correction is over the three planned tests. If `has_gap` is False, there is only online - ε 0.2.
+    `clipped` is the fraction of the tokens of no clip beyond ±1.5, over the runs that did not collapse.
     """
     lines = [on_a_par(over_instances(rows), "sums", "online", "ε 0.2", "late")]
     if has_gap(rows):
         lines = tests_of(rows, "sums", GAP_PAIRS, "late") + lines
         lines.append(on_a_par(over_instances(rows), "sums", "online", "humanline", "late"))
+        shares = [row["clipped"] for row in rows if row["arm"] == "no clip" and not row.get("failed")]
+        lines[2]["clipped"] = fmean(shares) if shares else np.nan
     return lines
 
 
@@ -722,7 +724,7 @@ def of_sums(arm: Arm, kind: str, part: str) -> Arm:
     return arm._replace(panel=f"{arm.panel} {kind}", flags=flags)
 
 
-# Sums with one round of samples for all steps. Online's rows are those of `sums`.
+# Sums with one round of samples for all steps. Online has the learning rate that `sums` tuned.
 OLD = "last-number --sample-every 32"
 GAP = 0.10  # of accuracy, between online and ε 0.2
 GAP_ARMS = arms(
@@ -735,7 +737,11 @@ GAP_ARMS = arms(
         "humanline": f"{OLD} --k 8",
     },
 )
-GAP_ARMS += arms("sums", "grpo_math", SUMS_LRS[1:2], {"clipping alone": f"{OLD} --k 0 --epsilon 1e9"})
+ONE_RATE = {
+    "clipping alone": f"{OLD} --k 0 --epsilon 1e9",
+    "online": "last-number --no-humanline --sample-every 1",
+}
+GAP_ARMS += arms("sums", "grpo_math", SUMS_LRS[1:2], ONE_RATE)
 GAP_PAIRS = (("humanline", "ε 0.2"), ("humanline", "no clip"), ("clipping alone", "no clip"))
 
 
@@ -900,8 +906,7 @@ STUDIES = {
         instances=True,
         grows="never",
         rate_of={"clipping alone": "no clip"},
-        reused=("sums", "online"),
-        gated=("humanline", "clipping alone"),
+        gated=("no clip", "humanline", "clipping alone"),
         gate=has_gap,
     ),
     "chat": Plan(

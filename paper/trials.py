@@ -168,7 +168,7 @@ def prepare(line: str, at: str):
     """Runs a command that makes data, once for each commit."""
     made = folder_of(line, at).with_suffix(".made")
     if not made.exists():
-        shell(line).check_returncode()
+        check(shell(line))
         write_file(made, line)
 
 
@@ -179,19 +179,25 @@ def start(line: str, folder: Path):
     started = time.monotonic()
     done = shell(training)
     end = {"seconds": round(time.monotonic() - started, 1), "failed": "", "processor": processor()}
-    if done.returncode:
-        collapse = re.search(COLLAPSED, done.stderr)
-        if not collapse:
-            errors = "\n".join(re.findall("error: .*", done.stderr)) or done.stderr
-            raise SystemExit(f"{errors}\nerror: exit code {done.returncode}: {training}")
+    collapse = re.search(COLLAPSED, done.stderr)
+    if done.returncode and collapse:
         end["failed"] = collapse[1]
-    elif "/stories/policy" in line:
-        shell(f"python paper/frontier.py {folder}").check_returncode()
-    elif "runs/chat/" in line:
-        shell(f"python paper/chat.py {folder}").check_returncode()
-    if "runs/smollm2" in line and not end["failed"]:
-        shutil.rmtree(folder / "final")  # half a gigabyte
+    else:
+        check(done)
+        if "/stories/policy" in line:
+            check(shell(f"python paper/frontier.py {folder}"))
+        if "runs/chat/" in line:
+            check(shell(f"python paper/chat.py {folder}"))
+        if "runs/smollm2" in line:
+            shutil.rmtree(folder / "final")  # half a gigabyte
     write_file(folder / "end.json", json.dumps(end))
+
+
+def check(done: subprocess.CompletedProcess):
+    """Ends the program if a shell line has failed."""
+    if done.returncode:
+        errors = "\n".join(re.findall("error: .*", done.stderr)) or done.stderr
+        raise SystemExit(f"{errors}\nerror: exit code {done.returncode}: {done.args}")
 
 
 def processor() -> str:
@@ -237,7 +243,7 @@ def rows_of(runs: list[tuple], at: str) -> list[dict]:
         with KEPT.open("a") as file:
             for one in batch:
                 rows[key_of(one, at)] = row_of(*one, at)
-                file.write(json.dumps(rows[key_of(one, at)], ensure_ascii=False) + "\n")
+                file.write(json.dumps(rows[key_of(one, at)]) + "\n")
     return [rows[key_of(one, at)] for one in runs]
 
 
@@ -259,7 +265,8 @@ def kept_rows() -> dict[tuple, dict]:
 def row_of(arm: Arm, lr: float, seed: int, more: str, at: str) -> dict:
     """Returns the csv row of a finished run. Among its columns are:
 
-    clipped: fraction of tokens beyond the bounds, whether clipped or not, mean over steps.
+    clipped: fraction of tokens beyond humanline's bounds, whether clipped or not, mean over steps.
+    clip_fraction: of GRPO, fraction of tokens that its ε or a variant's own rule stops, mean over steps.
     grad_norm_max: largest gradient norm of a step.
     curve: mean of the evaluations during and after training.
     late: mean of those from the middle of the training on.
@@ -278,8 +285,12 @@ def row_of(arm: Arm, lr: float, seed: int, more: str, at: str) -> dict:
         row |= frontier_columns(json.loads((folder / "frontier.json").read_text()))
     else:
         row["judge"] = judged(folder)
+    if "grpo/clip_fraction" in steps[0]:
+        row["clip_fraction"] = fmean(step["grpo/clip_fraction"] for step in steps)
     if (folder / "chat.json").exists():
         row |= json.loads((folder / "chat.json").read_text())
+        if "polite" not in arm.panel:
+            row.pop("answers")  # are offensive
     row["clipped"] = fmean(step["humanline/clipped_low"] + step["humanline/clipped_high"] for step in steps)
     row["grad_norm_max"] = max(step["grad_norm"] for step in steps)
     curve = {}  # {column: accuracy after that number of updates}

@@ -56,18 +56,20 @@ def test_polite_pairs_have_their_input_and_no_prompt_twice(tmp_path, monkeypatch
 
 
 def test_harmless_pairs_are_conversations_that_differ_in_their_last_answer(tmp_path, monkeypatch):
-    two = "\n\nHuman: Hi: you\n\nAssistant: Hello.\n\nHuman: {}\n\nAssistant: {}"
+    two = "\n\nHuman: Hi: {0}\n\nAssistant: Hello.\n\nHuman: {0}?\n\nAssistant: {1}"
     rows = [{"chosen": two.format(i, "A"), "rejected": two.format(i, "B\n\nC: c")} for i in range(3)]
     skipped = [
         {"chosen": two.format("x", "A"), "rejected": two.format("y", "B")},
         {"chosen": two.format("z", ""), "rejected": two.format("z", "B")},
+        # the beginning of another conversation
+        {"chosen": "\n\nHuman: Hi: 0\n\nAssistant: A", "rejected": "\n\nHuman: Hi: 0\n\nAssistant: B"},
         {"chosen": "\n\nAssistant: A\n\nAssistant: A", "rejected": "\n\nAssistant: A\n\nAssistant: B"},
     ]
     file = tmp_path / "test.jsonl.gz"
     file.write_bytes(gzip.compress("\n".join(json.dumps(row) for row in rows + skipped).encode()))
     expected = []
     for i in range(3):
-        prompt = [user("Hi: you"), assistant("Hello."), user(str(i))]
+        prompt = [user(f"Hi: {i}"), assistant("Hello."), user(f"{i}?")]
         expected.append({"prompt": prompt, "chosen": [assistant("A")], "rejected": [assistant("B\n\nC: c")]})
     assert spread(expected, tmp_path / "out", monkeypatch, "harmless", file) == expected
 

@@ -138,3 +138,13 @@ def test_a_row_has_the_processors_own_name(monkeypatch):
     monkeypatch.setattr(trials, "cpu_info", lambda: "processor\t: 0\n")  # as on some ARM machines
     other = trials.platform.processor() or trials.platform.machine()
     assert trials.processor() == f"{other}, {capability}"
+
+
+def test_data_that_cannot_be_made_ends_the_program_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(trials, "CACHE", tmp_path)
+    line = trials.PREPARE["runs/chat/polite/"].replace(" runs/", f" {tmp_path}/")
+    with pytest.raises(
+        SystemExit, match=r"error: .*\.json does not exist.*\nerror: exit code 1: python toy/chat"
+    ):
+        trials.prepare(line, "abc")
+    assert not list(tmp_path.iterdir())

@@ -443,34 +443,36 @@ def test_the_first_game_has_ten_seeds_and_the_others_two(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("is_gap", [True, False])
 def test_humanline_runs_on_old_sums_only_if_online_is_ahead(is_gap, tmp_path, monkeypatch):
-    committed = pictures.select(pictures.read(pictures.RESULTS, "sums"), arm="online", phase="reported")
-    kinds = [scores_of(committed, f"sums {kind}", "online", "late") for kind in trials.KINDS[1:]]
-    online = np.array([scores.mean() for scores in kinds])
-    low = online.mean() - (0.4 if is_gap else 0.05)
+    rng = np.random.default_rng(2)
+    mean_of = {"online": 0.5, "ε 0.2": 0.3 if is_gap else 0.45}  # a gap of 0.10 is asked for
 
-    def late(arm, *_):
-        return {"late": low} if arm.name == "ε 0.2" else {}
+    def numbers_of(arm, lr, seed, more):
+        if arm.name == "no clip" and seed == 22:
+            return {"failed": "lower --lr"}
+        return {"late": mean_of.get(arm.name, 0.4) + 0.01 * rng.random(), "clipped": 0.02}
 
-    made = make_of_made_up_rows("gap", tmp_path, monkeypatch, late)
+    made = make_of_made_up_rows("gap", tmp_path, monkeypatch, numbers_of)
     tuned = pictures.select(made, phase="tuning")
+    assert {row["arm"] for row in tuned} == {"ε 0.2", "no clip", "humanline"}
     assert {row["lr"] for row in tuned} == {1e-5, 3e-5} and len(tuned) == 6
     reported_rows = pictures.select(pictures.read(tmp_path, "gap"), phase="reported")
     names = dict.fromkeys(row["arm"] for row in reported_rows)
+    assert len(reported_rows) == 10 * len(names)
     lines = pictures.read(tmp_path, "gap_tests")
     both = [(line["first"], line["second"]) for line in lines]
-    if not is_gap:
-        assert list(names) == ["ε 0.2", "no clip"] and both == [("online", "ε 0.2")]
-    else:
-        assert list(names) == ["ε 0.2", "no clip", "humanline", "clipping alone"]
+    if is_gap:
+        assert list(names) == ["ε 0.2", "online", "no clip", "humanline", "clipping alone"]
         assert both == [*study.GAP_PAIRS, ("online", "ε 0.2"), ("online", "humanline")]
         check_holm(lines, 3)
         rates = {arm: {row["lr"] for row in reported_rows if row["arm"] == arm} for arm in names}
         assert rates["clipping alone"] == rates["no clip"] and len(rates["no clip"]) == 1
-    (gap,) = [line for line in lines if line["second"] == "ε 0.2" and line["first"] == "online"]
-    check(gap, online, np.full(5, low))
-    assert len(reported_rows) == 10 * len(names)
-    (ax,) = pictures.figures_of("gap", tmp_path)["gap"].axes
-    assert len(ax.get_lines()) == len(names)
+        assert lines[2]["clipped"] == pytest.approx(0.02)  # also if a run of every kind has collapsed
+    else:
+        assert list(names) == ["ε 0.2", "online"] and both == [("online", "ε 0.2")]
+    (gap,) = [line for line in lines if both[lines.index(line)] == ("online", "ε 0.2")]
+    check(gap, *(by_task(reported_rows, "sums", arm, "late") for arm in ("online", "ε 0.2")))
+    assert study.has_gap(reported_rows) == is_gap
+    assert set(pictures.figures_of("gap", tmp_path)) == {"gap"}
     pictures.plt.close("all")
 
 
@@ -497,6 +499,9 @@ def test_the_chat_arms_are_tuned_by_the_lowest_loss_and_the_grid_grows_for_all(t
     assert answers == [{"question": "Q", "arm": arm, "before": "A", "after": "B"} for arm in study.CHAT_FLAGS]
     assert not any("answers" in row for row in reported_rows)
     assert pictures.figures_of("chat", tmp_path) == {}
+    untrained = pictures.select(made, arm="untrained")
+    assert [row["panel"] for row in untrained] == ["chat polite", "chat harmless"]
+    assert all("/held_out.jsonl" in row["command"] for row in untrained)
 
 
 def test_kept_rows_are_not_made_again_and_rows_are_kept_as_soon_as_their_batch_ends(tmp_path, monkeypatch):

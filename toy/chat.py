@@ -59,9 +59,9 @@ def as_messages(conversation: str) -> list[dict]:
 def selected_rows(rows: list[dict]) -> list[dict]:
     """Returns the rows with two different answers and at most LONGEST characters.
 
-    Of rows with the same prompt only the first stays, so that no prompt stands in two parts.
+    Of rows with the same first question only the first row stays: no conversation stands in two parts.
     """
-    first_of = {}  # {prompt: its first row}
+    first_of = {}  # {first question: its first row}
     for row in rows:
         question = [message["content"] for message in row["prompt"]]
         answers = {row["chosen"][0]["content"], row["rejected"][0]["content"]}
@@ -71,7 +71,7 @@ def selected_rows(rows: list[dict]) -> list[dict]:
         roles = [message["role"] for message in row["prompt"]]
         is_whole = is_whole and roles == [*islice(cycle(("user", "assistant")), len(roles))]
         if is_whole and len(roles) % 2 and length <= LONGEST:
-            first_of.setdefault(json.dumps(row["prompt"]), row)
+            first_of.setdefault(question[0], row)
     return list(first_of.values())
 
 
@@ -94,7 +94,7 @@ def main(kind: Positional[Literal["polite", "harmless"]], file: Positional[Path]
     out.mkdir(parents=True, exist_ok=True)
     start = 0
     for part, count in [*PARTS.items(), ("train", len(rows))]:
-        lines = [json.dumps(row, ensure_ascii=False) for row in rows[start : start + count]]
+        lines = [json.dumps(row) for row in rows[start : start + count]]
         write_file(out / f"{part}.jsonl", "\n".join(lines) + "\n")
         start += count
     print(f"{out}: {len(rows)} pairs, of which {len(rows) - sum(PARTS.values())} are for training")
