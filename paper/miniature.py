@@ -306,8 +306,9 @@ def main(name: Positional[Name], seeds: int = 0, panels: int = 0, write: bool = 
     """
     trials.KEPT = RESULTS / f"{name}.jsonl" if keep else None
     if keep:
-        old = {at for _, at, *_ in trials.kept_rows()} - {trials.commit()}
-        print(f"Rows of other commits in {trials.KEPT.name} are not used: {', '.join(sorted(old)) or 'none'}")
+        others = {at for _, at, *_ in trials.kept_rows()} - {trials.commit()}
+        if others:
+            print(f"{trials.KEPT.name} also has rows of {', '.join(sorted(others))}, which are not used.")
     out = RESULTS if write else ROOT / "runs" / "results"
     if name == "time":
         rows = timed_rows(seeds or 3)

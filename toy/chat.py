@@ -41,7 +41,7 @@ def polite_rows(text: str) -> list[dict]:
 def harmless_rows(text: str) -> list[dict]:
     """Reads the jsonl of harmless. A pair whose conversations differ before the last answer is left out."""
     rows = []
-    for line in text.splitlines():
+    for line in text.strip().split("\n"):
         pair = {key: as_messages(conversation) for key, conversation in json.loads(line).items()}
         chosen, rejected = pair["chosen"], pair["rejected"]
         if chosen[:-1] == rejected[:-1]:
@@ -50,7 +50,7 @@ def harmless_rows(text: str) -> list[dict]:
 
 
 def as_messages(conversation: str) -> list[dict]:
-    """Splits a text of hh-rlhf, "\n\nHuman: …\n\nAssistant: …", into messages."""
+    r"""Splits a text of hh-rlhf, "\n\nHuman: …\n\nAssistant: …", into messages."""
     _, *parts = re.split(r"\n\n(Human|Assistant):", conversation)
     roles = {"Human": "user", "Assistant": "assistant"}
     return [{"role": roles[name], "content": text.strip()} for name, text in zip(parts[::2], parts[1::2])]
