@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
@@ -149,8 +150,11 @@ def folder_of(line: str, at: str) -> Path:
     return CACHE / digest[:16]
 
 
-def run_all(lines: list[str], at: str):
-    """Runs the commands that have not finished yet. A finished run has an end.json in its folder."""
+def run_all(lines: list[str], at: str, finished: Callable[[str], None] = lambda line: None):
+    """Runs the commands that have not finished yet. A finished run has an end.json in its folder.
+
+    finished: is called with each command, in their order, when its run and those before it have finished.
+    """
     CACHE.mkdir(parents=True, exist_ok=True)
     with FileLock(CACHE / ".lock"), ThreadPoolExecutor(os.cpu_count()) as pool:
         lines = list(dict.fromkeys(lines))
@@ -158,8 +162,11 @@ def run_all(lines: list[str], at: str):
         try:
             needed = {line for path, line in PREPARE.items() if any(path in run for run in left)}
             list(pool.map(lambda line: prepare(line, at), needed))
-            ended = pool.map(lambda line: start(line, folder_of(line, at)), left)
-            list(tqdm(ended, initial=len(lines) - len(left), total=len(lines), unit="run"))
+            runs = {line: pool.submit(start, line, folder_of(line, at)) for line in left}
+            for line in tqdm(lines, unit="run"):
+                if line in runs:
+                    runs[line].result()
+                finished(line)
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -228,22 +235,25 @@ def shell(line: str) -> subprocess.CompletedProcess:
 def rows_of(runs: list[tuple], at: str) -> list[dict]:
     """Returns the csv rows of runs, (arm, learning rate, seed, further flags), after making those runs.
 
-    If KEPT is a file, as many runs are made at a time as there are cores, and then their rows are added to
-    KEPT. Rows in KEPT of the same command and commit are not made again, so a later call continues, on any
-    machine.
+    If KEPT is a file, a row is added to it when its run and those before it have finished. Rows in KEPT of
+    the same command and commit are not made again, so a later call continues, on any machine.
     """
     if KEPT is None:
         run_all([command(*one) for one in runs], at)
         return [row_of(*one, at) for one in runs]
     rows = kept_rows()
-    missing = [one for one in runs if key_of(one, at) not in rows]
-    for first in range(0, len(missing), os.cpu_count()):
-        batch = missing[first : first + os.cpu_count()]
-        run_all([command(*one) for one in batch], at)
+    missing = {}  # {command: {key_of: the run}}
+    for one in runs:
+        if key_of(one, at) not in rows:
+            missing.setdefault(command(*one), {})[key_of(one, at)] = one
+
+    def keep(line: str):
         with KEPT.open("a") as file:
-            for one in batch:
-                rows[key_of(one, at)] = row_of(*one, at)
-                file.write(json.dumps(rows[key_of(one, at)]) + "\n")
+            for key, one in missing[line].items():
+                rows[key] = row_of(*one, at)
+                file.write(json.dumps(rows[key]) + "\n")
+
+    run_all(list(missing), at, keep)
     return [rows[key_of(one, at)] for one in runs]
 
 

@@ -2,8 +2,11 @@
 
 import csv
 import importlib
+import json
 import re
 import shlex
+import shutil
+import threading
 from functools import partial
 from operator import itemgetter
 
@@ -504,31 +507,43 @@ def test_the_chat_arms_are_tuned_by_the_lowest_loss_and_the_grid_grows_for_all(t
     assert all("/held_out.jsonl" in row["command"] for row in untrained)
 
 
-def test_kept_rows_are_not_made_again_and_rows_are_kept_as_soon_as_their_batch_ends(tmp_path, monkeypatch):
+def test_kept_rows_are_not_made_again_and_a_row_is_kept_as_soon_as_its_run_ends(tmp_path, monkeypatch):
     (arm, *_) = study.CONTROL_ARMS
-    ran = []
+    started = []
+    is_third_done = threading.Event()
 
-    def run_all(lines, at):
-        ran.extend(lines)
-        if len(ran) == 3:
+    def start(line, folder):
+        started.append(line)
+        if "--seed 1 " in line:
+            assert is_third_done.wait(60)  # no run waits for another one if a core is free
+        if "--seed 3 " in line:
+            is_third_done.set()
+        if "--seed 4 " in line:
             raise SystemExit("the program ends")
+        folder.mkdir(parents=True)
+        (folder / "end.json").write_text("{}")
 
     def row_of(arm, lr, seed, more, at):
         line = trials.command(arm, lr, seed, more)
         return {"command": line, "commit": at, "panel": arm.panel, "arm": arm.name, "curve": seed / 3}
 
     monkeypatch.setattr(trials.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(trials, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(trials, "KEPT", tmp_path / "controls.jsonl")
-    monkeypatch.setattr(trials, "run_all", run_all)
+    monkeypatch.setattr(trials, "start", start)
     monkeypatch.setattr(trials, "row_of", row_of)
-    runs = [(arm, 1e-4, seed, "") for seed in (1, 2, 3)]
+    runs = [(arm, 1e-4, seed, "") for seed in (1, 2, 3, 4)]
+    lines = [trials.command(*one) for one in runs]
     with pytest.raises(SystemExit, match="the program ends"):
         trials.rows_of(runs, "abc")
-    assert len(trials.KEPT.read_text().splitlines()) == 2
-    rows = trials.rows_of(runs, "abc")
-    assert [row["curve"] for row in rows] == [1 / 3, 2 / 3, 1.0]  # to the last digit
-    lines = [trials.command(*one) for one in runs]
-    assert ran == [*lines, lines[2]]
-    assert trials.rows_of(runs, "abc") == rows and len(ran) == 4
-    trials.rows_of(runs[:1], "def")  # of another commit
-    assert len(ran) == 5
+    kept = [json.loads(line)["command"] for line in trials.KEPT.read_text().splitlines()]
+    assert kept == lines[:3] and started == lines
+    shutil.rmtree(tmp_path / "cache")  # as on another machine
+    rows = trials.rows_of(runs[:3] * 2, "abc")
+    assert [row["curve"] for row in rows] == [1 / 3, 2 / 3, 1.0] * 2  # to the last digit
+    assert started == lines
+    # Another arm with the same command has its own row without a run, and another commit its own run.
+    other = arm._replace(name="other")
+    trials.rows_of([(other, 1e-4, 2, ""), (arm, 1e-4, 2, "")], "def")
+    trials.rows_of([(other, 1e-4, 2, ""), (arm, 1e-4, 2, "")], "def")
+    assert started == [*lines, lines[1]] and len(trials.KEPT.read_text().splitlines()) == 5
