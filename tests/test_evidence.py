@@ -163,7 +163,26 @@ def across_studies() -> list[dict]:
     arms = ("online", "humanline", "no clip", "ε 0.2")
     for metric in ("late", "eval/accuracy@16", "eval/accuracy@32"):
         lines += [study.on_a_par(rows, "sums", *pair, metric) for pair in combinations(arms, 2)]
-    return lines
+    return lines + dpos_clip()
+
+
+def dpos_clip() -> list[dict]:
+    """DPO's clip at the mean of both rates, paired by seed; and bounds of [-1, 2] against the default's.
+
+    The default's runs at the same rate are in figure5_dpo.
+    """
+    rows = reported("figure5_dpo")
+    panels = [f"DPO on tales, lr {lr}" for lr in ("3e-4", "1e-3")]
+    gains = 0
+    for panel in panels:
+        clipped, unclipped = (study.values(rows, panel, arm, "judge") for arm in ("clipping", "no clipping"))
+        gains = gains + (clipped - unclipped) / 2
+    wide = pictures.select(reported("table6"), arm="[-1.0, 2.0]", lr=3e-4)
+    rows = pictures.select(rows, panel=panels[0]) + [row | {"panel": panels[0]} for row in wide]
+    return [
+        study.paired("DPO", "clipping", "no clipping", gains),
+        study.welch(rows, panels[0], "[-1.0, 2.0]", "clipping", "judge"),
+    ]
 
 
 def is_among(words: tuple, known: list[tuple]) -> bool:
