@@ -51,6 +51,7 @@ def main(folder: tyro.conf.Positional[Path]):
     Args:
         folder: folder of a run of dpo_humanline.py.
     """
+    torch.set_num_threads(1)  # two threads beside busy cores took twenty times as long
     args = SimpleNamespace(**json.loads((folder / "args.json").read_text()))
     tokenizer, eos_ids = data.load_tokenizer(args)
     lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]

@@ -12,7 +12,7 @@ or, with --write, over those in paper/results:
     NAME.png: the picture.
 
 Each arm has its own learning rate, and sometimes other tuned flags: those with the best mean of the plan's
-first metric over the tuning seeds. If the best rate of a study is at an end of the grid, the grid grows by
+first metric over the tuning seeds. If the best rate of a study is at an end of the grid, most grids grow by
 one rate. Tuning and report have different seeds. The hidden judge has made the toys' data, and no run sees
 it.
 """

@@ -14,7 +14,6 @@ import json
 import random
 import re
 import sys
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Literal
 
@@ -39,7 +38,7 @@ def polite_rows(text: str) -> list[dict]:
 
 
 def harmless_rows(text: str) -> list[dict]:
-    """Reads the jsonl of harmless. A pair whose conversations differ before the last answer is left out."""
+    """Reads the jsonl of harmless. Conversations that differ before the last answer are no pair."""
     rows = []
     for line in text.strip().split("\n"):
         pair = {key: as_messages(conversation) for key, conversation in json.loads(line).items()}
@@ -65,12 +64,12 @@ def selected_rows(rows: list[dict]) -> list[dict]:
     for row in rows:
         question = [message["content"] for message in row["prompt"]]
         answers = {row["chosen"][0]["content"], row["rejected"][0]["content"]}
-        is_whole = all(question) and all(answers) and len(answers) == 2
-        length = len("".join(question)) + max(map(len, answers))
-        # A conversation of hh-rlhf may lack a turn.
         roles = [message["role"] for message in row["prompt"]]
-        is_whole = is_whole and roles == [*islice(cycle(("user", "assistant")), len(roles))]
-        if is_whole and len(roles) % 2 and length <= LONGEST:
+        # A conversation of hh-rlhf may lack a turn.
+        takes_turns = roles == ["user", "assistant"] * (len(roles) // 2) + ["user"]
+        has_texts = all(question) and all(answers) and len(answers) == 2
+        length = len("".join(question)) + max(map(len, answers))
+        if takes_turns and has_texts and length <= LONGEST:
             first_of.setdefault(question[0], row)
     return list(first_of.values())
 
