@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import statsmodels.formula.api as smf
 from conftest import ROOT
-from scipy.stats import linregress, t, ttest_1samp, ttest_ind
+from scipy.stats import linregress, t, ttest_1samp
 from test_study import reported
 
 from paper import learning, pictures, study
@@ -61,7 +61,7 @@ def numbers_of(name: str) -> tuple[list[float], list[tuple]]:
 
 def tuning_means(name: str) -> list[float]:
     """Of every choice of an arm, over the seeds and tasks of the tuning."""
-    metric = "late" if name == "sums" else "judge"
+    metric = {"sums": "late", "controls": "curve"}.get(name, "judge")
     scores = {}
     for row in pictures.select(pictures.read(pictures.RESULTS, name), phase="tuning"):
         choice = re.sub(r"--seed \d+|--out \S+|(instances|stories)/\d+", "", row["command"])
@@ -150,7 +150,7 @@ def differences() -> list[tuple]:
 
 
 def across_studies() -> list[dict]:
-    """What was compared after the runs: stories and baselines, paired by draw; sums, paired by kind."""
+    """What was compared after the runs, paired by draw (stories, baselines), kind (sums) or game."""
     rows = study.over_instances(reported("stories") + reported("baselines"))
     pairs = [
         ("DPO", "offline + humanline", study.PAPERS_OFFLINE),
@@ -163,6 +163,12 @@ def across_studies() -> list[dict]:
     arms = ("online", "humanline", "no clip", "ε 0.2")
     for metric in ("late", "eval/accuracy@16", "eval/accuracy@32"):
         lines += [study.on_a_par(rows, "sums", *pair, metric) for pair in combinations(arms, 2)]
+    rows = study.over_instances(reported("controls"))
+    planned = study.controls_test(reported("controls"))
+    lines += [
+        study.on_a_par(rows, "game", line["first"], line["second"], "eval/accuracy") for line in planned
+    ]
+    lines.append(study.on_a_par(rows, "game", study.SYNC_ALONE, "ε 0.2", "curve"))
     return lines + dpos_clip()
 
 
@@ -327,12 +333,9 @@ def test_the_readmes_table_of_differences_is_recomputed_from_the_csvs():
         scores = by_instance("tasks", script, "judge")
         leads = [cell(scores["offline + humanline"] - scores[arm]) for arm in others]
         expected[f"{script}, tales"] = ["not run"] * (2 - len(leads)) + leads
-    curves = pd.DataFrame(reported("stale")).groupby("arm").curve.apply(np.array)
-    expected["shell game"] = []
-    for arm in ("ε 0.2", "ε 0.8", "S = 1"):
-        both = (curves["humanline, k=16"], curves[arm])
-        interval = ttest_ind(*both, equal_var=False).confidence_interval()
-        expected["shell game"].append(in_brackets(both[0].mean() - both[1].mean(), *interval))
+    scores = by_instance("controls", "game", "curve")
+    others = ("ε 0.2", "no clip", "S = 1")
+    expected["shell game"] = [cell(scores["humanline, k=16"] - scores[arm]) for arm in others]
     scores = by_instance("sums", "sums", "late")
     expected["SmolLM2"] = [cell(scores.humanline - scores[arm]) for arm in ("ε 0.2", "no clip", "online")]
 
@@ -346,7 +349,6 @@ def test_the_readmes_table_of_differences_is_recomputed_from_the_csvs():
             assert re.match(re.escape(words) + r"($|,| [*†‡§])", shown), (name, words, shown)
             checked += 1
     assert checked == 19 and found["GRPO, tales"][2] == found["KTO, tales"][2] == "not run"
-    assert "no clip: −0.07 (two runs)" in found["shell game"][1]
 
 
 def test_each_number_of_the_readmes_table_links_to_its_line_which_names_the_runs():
@@ -371,14 +373,13 @@ def test_the_readme_tells_of_each_row_how_many_tokens_the_clip_met():
         ("stories", "DPO"): "offline + humanline",
         ("tasks", "GRPO"): "offline + humanline",
         ("tasks", "KTO"): "offline + humanline",
-        ("stale", "S"): "humanline, k=16",
+        ("controls", "game"): "humanline, k=16",
         ("sums", "sums"): "humanline",
     }
     shares = re.findall(r"\| (\de-\d) \|$", README, re.MULTILINE)
     for (name, panel), arm in arms.items():
-        table = pd.DataFrame(reported(name))
-        runs = table[(table.arm == arm) & table.panel.str.startswith(f"{panel} ")]
-        assert f"{runs.clipped.mean():.0e}".replace("e-0", "e-") == shares.pop(0)
+        share = by_instance(name, panel, "clipped")[arm].mean()
+        assert f"{share:.0e}".replace("e-0", "e-") == shares.pop(0)
     assert not shares
 
 
@@ -419,8 +420,8 @@ def test_what_the_readme_says_of_the_default_clip_follows_from_the_csvs():
     assert 0.75 < gain / lead < 0.85
     tales = by_instance("tasks", "GRPO", "judge").mean()
     assert tales["offline, no clip"] > tales["offline + humanline"]
-    game = pd.DataFrame(reported("stale")).groupby("arm").curve.mean()
-    assert game["ε 0.8"] > game["humanline, k=16"]
+    game = by_instance("controls", "game", "curve")
+    assert (game["no clip"] > game["humanline, k=16"]).all() and len(game) == 6
 
 
 def test_the_readmes_accuracies_of_sums_are_those_of_the_study():
@@ -584,11 +585,13 @@ def seconds_on_stories(phase: str) -> pd.DataFrame:
 
 def test_online_takes_two_to_three_times_the_seconds():
     words = []
+    ratios = []
     for phase in ("reported", "tuning"):
         medians = seconds_on_stories(phase)
-        ratios = [medians.online / medians[arm] for arm in ("offline", "offline + humanline")]
-        words.append(f"{np.min(ratios):.1f} to {np.max(ratios):.1f} times in the")
-    assert f"{words[0]} report, {words[1]} tuning" in in_words(CLAIMS)
+        of_phase = [medians.online / medians[arm] for arm in ("offline", "offline + humanline")]
+        words.append(f"{np.min(of_phase):.1f} to {np.max(of_phase):.1f} times in the")
+        ratios += of_phase
+    assert f"take {np.min(ratios):.1f} to {np.max(ratios):.1f} times the seconds" in in_words(CLAIMS)
     assert f"{words[0]} report and {words[1]} tuning" in in_words(STUDIES)
 
 

@@ -3,6 +3,7 @@
 import re
 
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib import pyplot as plt
 from test_study import reported
@@ -10,7 +11,7 @@ from test_study import reported
 from paper import loop, pictures, study
 
 # These have their own tests.
-OTHERS = ("figure8", "time", "instances", "tasks", "stories", "baselines", "sums")
+OTHERS = ("figure8", "time", "instances", "tasks", "stories", "baselines", "sums", "controls")
 NAMES = sorted(path.stem.removesuffix("_arms") for path in pictures.RESULTS.glob("*_arms.csv"))
 
 
@@ -114,18 +115,23 @@ def test_baselines_are_a_mark_for_the_mean_end_of_every_arm_and_a_faint_one_for_
         np.testing.assert_allclose(drawn_means, means)
 
 
-def test_the_curves_of_sums_are_the_means_of_kinds_from_the_untrained_model_on(axes_of):
-    rows = reported("sums")
-    lines = pictures.select(pictures.read(pictures.RESULTS, "sums_arms"), metric="eval/accuracy")
+@pytest.mark.parametrize(
+    ("name", "over", "steps"),
+    [("sums", "5 kinds", [16, 32]), ("controls", "6 games", [*range(32, 257, 32)])],
+)
+def test_curves_are_means_over_kinds_or_games_from_the_untrained_model_on(name, over, steps, axes_of):
+    """A game of controls has two seeds or ten, and counts once."""
+    table = pd.DataFrame(reported(name))
+    lines = pictures.select(pictures.read(pictures.RESULTS, f"{name}_arms"), metric="eval/accuracy")
     before = {line["panel"]: line["mean"] for line in pictures.select(lines, arm="untrained")}
-    (axes,) = axes_of("sums")
-    arms = list(dict.fromkeys(row["arm"] for row in rows))
-    assert [line.get_label() for line in axes.get_lines()] == [f"{arm} (5 kinds)" for arm in arms]
+    table["eval/accuracy@0"] = table.panel.map(before)
+    columns = [f"eval/accuracy@{step}" for step in (0, *steps)]
+    (axes,) = axes_of(name)
+    arms = list(dict.fromkeys(table.arm))
+    assert [line.get_label() for line in axes.get_lines()] == [f"{arm} ({over})" for arm in arms]
     for arm, line in zip(arms, axes.get_lines()):
-        of_arm = pictures.select(rows, arm=arm)
-        means = [np.mean([before[row["panel"]] for row in of_arm])]
-        means += [np.mean([row[f"eval/accuracy@{step}"] for row in of_arm]) for step in (16, 32)]
-        np.testing.assert_allclose(line.get_data(), ([0, 16, 32], means))
+        means = table[table.arm == arm].groupby("panel")[columns].mean().mean()
+        np.testing.assert_allclose(line.get_data(), ([0, *steps], means))
 
 
 def test_differences_are_a_dot_and_an_interval_for_every_cell_of_the_readmes_table(axes_of):
