@@ -168,7 +168,10 @@ def across_studies() -> list[dict]:
     lines += [
         study.on_a_par(rows, "game", line["first"], line["second"], "eval/accuracy") for line in planned
     ]
-    lines.append(study.on_a_par(rows, "game", study.SYNC_ALONE, "ε 0.2", "curve"))
+    for metric in ("curve", "eval/accuracy"):
+        lines.append(study.on_a_par(rows, "game", study.SYNC_ALONE, "ε 0.2", metric))
+    without = study.over_instances([row for row in reported("controls") if row["panel"] != "game 0"])
+    lines.append(study.on_a_par(without, "game", study.STALE_HUMANLINE, study.SYNC_ALONE, "curve"))
     return lines + dpos_clip()
 
 
