@@ -427,6 +427,23 @@ def test_what_the_readme_says_of_the_default_clip_follows_from_the_csvs():
     assert (game["no clip"] > game["humanline, k=16"]).all() and len(game) == 6
 
 
+def test_what_is_said_of_the_shell_games_follows_from_controls():
+    table = pd.read_csv(pictures.RESULTS / "controls.csv")
+    high = table[(table.phase == "tuning") & (table.lr == 3e-4)].groupby("arm").curve.mean()
+    both = [f"{high[arm]:.2f}" for arm in ("no clip", "humanline, k=16")]
+    page = in_words((ROOT / "docs/grpo_math.md").read_text(encoding="utf-8"))
+    assert f"no clip has {both[0]}, humanline {both[1]} (one shell game)" in in_words(README)
+    assert f"no clip has {both[0]} and humanline {both[1]} (one game)" in in_words(CLAIMS)
+    assert f"(one game: {both[0]}, humanline {both[1]})" in page
+    ends = by_instance("controls", "game", "eval/accuracy").mean()
+    behind = [ends[arm] - ends["humanline, k=16"] for arm in ("no clip", "S = 1")]
+    assert re.findall(r"at the end −([\d.]+)", README) == [f"{lead:.3f}" for lead in behind]
+    assert f"and by {behind[0]:.3f} at the end" in page
+    met = by_instance("controls", "game", "clipped")["clipping alone"].mean()
+    for text in (README, STUDIES):
+        assert f"lipping alone met {met:.1%} of the tokens" in in_words(text)
+
+
 def test_the_readmes_accuracies_of_sums_are_those_of_the_study():
     table = pd.DataFrame(study.over_instances(reported("sums")))
     means = table.groupby("arm").late.mean()
