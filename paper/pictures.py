@@ -482,7 +482,10 @@ DIFFERENCE_COLORS = {  # {column of the README's table: (its label, colour)}
 
 
 def draw_differences(lines: list[dict]):
-    """Draws the README's table: humanline minus other arms, with intervals. The grey is within ±MARGIN."""
+    """Draws the README's table: humanline minus other arms, with intervals. The grey is within ±MARGIN.
+
+    A dot is hollow if its arms were chosen after the runs.
+    """
     rows = list(dict.fromkeys(line["row"] for line in lines))
     figure, ax = plt.subplots(figsize=(8, 4.2), layout="constrained")
     ax.axvspan(-study.MARGIN, study.MARGIN, color="0.9")
@@ -495,12 +498,16 @@ def draw_differences(lines: list[dict]):
         ax.errorbar(
             means, heights, xerr=np.transpose(ends), fmt="o", color=color, label=f"minus {label}", capsize=3
         )
+        for x, y, line in zip(means, heights, cells):
+            if line["post_hoc"]:
+                ax.plot(x, y, "o", color=color, markerfacecolor="white", zorder=3)
     ax.set_yticks(range(len(rows)), rows)
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.grid(axis="x", alpha=0.3)
     figure.legend(loc="outside upper center", ncols=3, fontsize=9)
     meaning = "humanline's mean score minus that of another arm, 95% interval (last two rows: accuracy)"
-    figure.supxlabel(f"{meaning}\nright of 0: humanline is ahead; grey: within ±{study.MARGIN}", fontsize=9)
+    marks = f"right of 0: humanline is ahead; grey: within ±{study.MARGIN}; hollow: chosen after the runs"
+    figure.supxlabel(f"{meaning}\n{marks}", fontsize=9)
     return figure
 
 

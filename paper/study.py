@@ -372,13 +372,15 @@ class Difference(NamedTuple):
     default: tuple  # a default clip or β
     control: tuple  # a simple control: a tuned clip or β, or no clip
     online: tuple
+    post_hoc: tuple[str, ...] = ()  # columns that were chosen after the runs
 
 
 def differences(rows_of: dict[str, list[dict]]) -> list[dict]:
     """Returns a line for each cell of the README's table: humanline minus another arm, with a 95% interval.
 
     Arms are paired by instance. `clipped` is the share of tokens beyond the bounds in humanline's arm. `runs`
-    names the csv files with the runs of both arms and their commands.
+    names the csv files with the runs of both arms and their commands. `post_hoc` is 1 where
+    they were chosen after the runs.
 
     rows_of: {study: its reported rows}.
     """
@@ -392,7 +394,8 @@ def differences(rows_of: dict[str, list[dict]]) -> list[dict]:
             line = on_a_par(rows, table_row.panel, *both, table_row.metric)
             shares = values(rows, table_row.panel, both[0], "clipped")
             head = {"row": table_row.label, "column": column, "runs": " and ".join(table_row.studies)}
-            lines.append(head | line | {"clipped": shares.mean()})
+            is_post_hoc = int(column in table_row.post_hoc)
+            lines.append(head | line | {"clipped": shares.mean(), "post_hoc": is_post_hoc})
     return lines
 
 
@@ -944,6 +947,7 @@ README_TABLE = [
         (TUNED, PAPERS_OFFLINE),
         (TUNED, "offline"),
         (TUNED, "online"),
+        post_hoc=("default",),
     ),
     Difference(
         "GRPO, tales (20 tasks)",
@@ -953,6 +957,7 @@ README_TABLE = [
         (TUNED, PAPERS_EPSILON),
         (TUNED, "offline"),
         (),
+        post_hoc=("default",),
     ),
     Difference("KTO, tales (20 tasks)", ("tasks",), "KTO", "judge", (), (TUNED, "offline"), ()),
     Difference(

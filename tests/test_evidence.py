@@ -362,6 +362,7 @@ def test_each_number_of_the_readmes_table_links_to_its_line_which_names_the_runs
         (line,) = csv.DictReader([lines[0], lines[int(number) - 1]])
         cell = in_brackets(*(float(line[key]) for key in ("difference", "low", "high")))
         assert cell.replace("*", "") == f"{shown} [{interval}]"
+        assert (f"{interval}] *" in README) == bool(int(line["post_hoc"])), interval
         runs = pd.concat(pd.DataFrame(reported(name)) for name in line["runs"].split(" and "))
         runs = runs[runs.panel.str.startswith(line["panel"])]
         for arm in (line["first"], line["second"]):
@@ -432,9 +433,9 @@ def test_what_is_said_of_the_shell_games_follows_from_controls():
     high = table[(table.phase == "tuning") & (table.lr == 3e-4)].groupby("arm").curve.mean()
     both = [f"{high[arm]:.2f}" for arm in ("no clip", "humanline, k=16")]
     page = in_words((ROOT / "docs/grpo_math.md").read_text(encoding="utf-8"))
-    assert f"no clip has {both[0]}, humanline {both[1]} (one shell game)" in in_words(README)
-    assert f"no clip has {both[0]} and humanline {both[1]} (one game)" in in_words(CLAIMS)
-    assert f"(one game: {both[0]}, humanline {both[1]})" in page
+    assert f"no clip has {both[0]}, humanline {both[1]} (one game, three seeds)" in in_words(README)
+    assert f"no clip has {both[0]} and humanline {both[1]} (one game, three seeds)" in in_words(CLAIMS)
+    assert f"(one game and three seeds: {both[0]}, humanline {both[1]})" in page
     ends = by_instance("controls", "game", "eval/accuracy").mean()
     behind = [ends[arm] - ends["humanline, k=16"] for arm in ("no clip", "S = 1")]
     assert re.findall(r"at the end −([\d.]+)", README) == [f"{lead:.3f}" for lead in behind]

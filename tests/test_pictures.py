@@ -148,6 +148,9 @@ def test_differences_are_a_dot_and_an_interval_for_every_cell_of_the_readmes_tab
             assert (x, *bar[:, 0]) == pytest.approx([line[key] for key in ("difference", "low", "high")])
             drawn += 1
     assert drawn == len(lines) == 18
+    hollow = [dot.get_xdata()[0] for dot in axes.get_lines() if dot.get_markerfacecolor() == "white"]
+    assert sorted(hollow) == sorted(line["difference"] for line in lines if line["post_hoc"])
+    assert len(hollow) == 2
     grey = axes.patches[0].get_bbox()
     assert (grey.x0, grey.x1) == (-0.05, 0.05)
 
