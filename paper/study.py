@@ -486,7 +486,7 @@ GSPO = ("--epsilon 4e-4", "--epsilon 0.05", "--epsilon 0.2")
 STALE_ARMS["GSPO"] = STALE_ARMS["GSPO"]._replace(options=GSPO)
 STALE_PAIRS = [("S = 64", "humanline, k=16", other) for other in list(STALE)[1:]]
 
-# Old samples again, with controls and with this year's rivals, on several games. Tuning is on the first one.
+# Old samples again, with controls and with recent rivals, on several games. Tuning is on the first one.
 STALE_HUMANLINE = "humanline, k=16"
 SYNC_ALONE = "syncing alone, k=16"
 NO_CLIP_ARM = "no clip"
