@@ -9,15 +9,15 @@
 # pairs in batches of 32 are 312 steps. So the caption cannot mean optimizer steps, unless the runs were
 # longer than Table 1's or nothing was synced. The paper's listing (C.2.1) counts batches. The public HALOs
 # code, from which it is a fork, also counts examples, which its config.yaml calls steps (eval_every). 1,024
-# pairs are 32 steps, as long as an online round (C.1.2). The first run here has this reading, and the second
-# is literal.
+# pairs are 32 steps, as long as an online round (C.1.2). The runs with k32 in their names have this reading,
+# and the one with k1024 is literal.
 #
 # The text names no objective. DPO is an assumption for the runs that are compared, and the trust region is
 # there for all three objectives. The text does not mention clipping, so the trust region has none. KTO and
 # GRPO have the settings of offline + humanline.
 
 [ -e ref.json ] || curl -fL -o ref.json https://raw.githubusercontent.com/tatsu-lab/alpaca_eval/main/results/gpt4_1106_preview/model_outputs.json
-[ -e ref.jsonl ] || python -c "import json; [print(json.dumps(row)) for row in json.load(open('ref.json'))]" > ref.jsonl
+[ -s ref.jsonl ] || python -c "import json; [print(json.dumps(row)) for row in json.load(open('ref.json'))]" > ref.jsonl
 
 LLAMA=(--model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm)
 OFFLINE=("${LLAMA[@]}" --dataset-split "train[:10000]")

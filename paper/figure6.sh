@@ -5,15 +5,15 @@
 # A run needs 4 GPUs. The paper does not state the hardware here; Figure 11 has 4xH100. paper/README.md says
 # what a run leaves and how to resume it.
 #
-# The first command splits the 10,000 pairs into quarters, runs/quartiles/quartile1.jsonl (lowest) to
-# quartile4.jsonl. It scores all pairs once with the model and needs the same GPUs. The average is that of the
-# chosen completion; the paper says "the output".
+# The first command splits the 10,000 pairs, less those that are skipped, into quarters,
+# runs/quartiles/quartile1.jsonl (lowest) to quartile4.jsonl. It scores all pairs once with the model and
+# needs the same GPUs. The average is that of the chosen completion; the paper says "the output".
 #
-# 78 steps of 32 pairs are one epoch of 2,500 pairs. The paper does not say how long it trained on a quarter,
-# or on how many pairs.
+# 78 steps of 32 pairs are one epoch of 2,500 pairs, or a little more if rows are skipped. The paper does not
+# say how long it trained on a quarter, or on how many pairs.
 
 [ -e ref.json ] || curl -fL -o ref.json https://raw.githubusercontent.com/tatsu-lab/alpaca_eval/main/results/gpt4_1106_preview/model_outputs.json
-[ -e ref.jsonl ] || python -c "import json; [print(json.dumps(row)) for row in json.load(open('ref.json'))]" > ref.jsonl
+[ -s ref.jsonl ] || python -c "import json; [print(json.dumps(row)) for row in json.load(open('ref.json'))]" > ref.jsonl
 
 LLAMA=(--model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm)
 OFFLINE=("${LLAMA[@]}" --dataset-split "train[:10000]")

@@ -5,9 +5,9 @@
 # A run is for 4 GPUs. The paper does not state the hardware; the authors' public job script asks for 8xH100.
 # paper/README.md says what a run leaves and how to resume it.
 #
-# The figure's curves over optimizer steps are in metrics.jsonl (rewards/mean, or reward/accuracy). Blue is
-# online, orange S=64, green humanline, violet humanline with k=20. The text does not give green's k. Here it
-# is 16, in the middle of its range. The text mentions k=1, but does not say that the figure shows it.
+# The figure's curves over optimizer steps are in metrics.jsonl (rewards/mean, or rewards/accuracy). Blue
+# is online, orange S=64, green humanline, violet humanline with k=20. The text does not give green's k. Here
+# it is 16, in the middle of its range. The text mentions k=1, but does not say that the figure shows it.
 
 [ -e math_train.jsonl ] || python paper/math_train.py
 
