@@ -86,7 +86,7 @@ class Args:
     samples_per_prompt: int = 8  # samples per prompt, of which the best and the worst form a pair (Table 1)
     reward_threshold: float = 0.01  # τ: minimum difference of a pair's rewards (Table 1)
     # sampling
-    # Maximum sampled tokens (paper: 2048). Training truncates samples to --max-length, as the paper does.
+    # Maximum sampled tokens (paper: 2048). Training truncates samples to --max-length (authors' code).
     max_new_tokens: int = 2048
     temperature: float = 0.7  # sampling temperature (Table 1); log-probs in training use 1
     top_p: float = 0.95  # nucleus sampling threshold (Table 1)
@@ -97,7 +97,7 @@ class Args:
     # run
     seed: int = 1  # seed of data order and sampling
     output_dir: str = ""  # run folder; empty: runs/<script>__<seed>__<time>
-    resume: str = ""  # run folder to resume; flags given with it override the run's settings
+    resume: str = ""  # run folder to resume; most flags given with it override the run's settings
     checkpoint_every: int = 100  # steps between checkpoints, with one at the end; 0: only after a signal
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     eval_every: int = 0  # steps between evaluations; 0: only before and after training

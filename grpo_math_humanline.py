@@ -108,7 +108,7 @@ class Args:
     # run
     seed: int = 1  # seed of data order and sampling
     output_dir: str = ""  # run folder; empty: runs/<script>__<seed>__<time>
-    resume: str = ""  # run folder to resume; flags given with it override the run's settings
+    resume: str = ""  # run folder to resume; most flags given with it override the run's settings
     checkpoint_every: int = 100  # steps between checkpoints, with one at the end; 0: only after a signal
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     eval_every: int = 0  # steps between evaluations; 0: only before and after training
@@ -116,7 +116,7 @@ class Args:
     eval_samples_per_problem: int = 4  # samples per held-out problem, for pass@1
 
 
-PAPER = {}  # Table 2 has one row for all variants, the defaults above; S and k are flags
+PAPER = {}  # Table 2 has one column for all variants, the defaults above; S and k are flags
 FOLDER = Path(__file__).resolve().parent / "toy" / "shell_game"
 # Settings of the toy, which replace the defaults above.
 TOY = dict(
@@ -545,7 +545,7 @@ def evaluate(args, policy, sampler, grader, held_out: list[tuple]) -> Evaluation
 
 WEIGHTS = {"accuracy": 8.0, "format": 1.0, "tag_count": 1.0}  # weights of the rewards (Table 2)
 # Grades an answer. To grade others, for example programs, replace it by the name of a function with the same
-# arguments (docs/grpo_math.md has an example). It runs in a worker, and must set its time limit itself.
+# arguments (docs/grpo_math.md has an example). It runs in a worker with a limit of 100 s.
 GRADE = grading.grade
 
 

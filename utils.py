@@ -40,6 +40,7 @@ class Example(NamedTuple):
     # of samples only
     text: str = ""  # the completion
     finished: bool = True  # whether the sample ended with an EOS token, before any truncation
+    # of rows and samples
     row: dict | None = None  # the row of the data set (`data.json_row`), for reward functions
     # of math problems only
     answer: str = ""  # the gold answer
@@ -329,7 +330,7 @@ def choose_attention(model, longest: int) -> str:
         difference = (logps[:, 1:8] - expected).abs().mean(1).max()  # of the worse sequence
         if not difference > limit:  # also if it is nan, which the first step reports
             if name == "loop" and logits.is_cuda:
-                remarks.append("slow on a GPU, one call for each sequence, and slower with --compile")
+                remarks.append("slow on a GPU, one call for each sequence, and no faster with --compile")
             return "; ".join([name, *remarks])
         remarks.append(f"{name}: {difference:.4f} nats off")
     reasons = "; ".join(remarks)

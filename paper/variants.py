@@ -6,8 +6,8 @@
 The first word is a variant: a name of VARIANTS, or trust-region. The second word is a script, without .py.
 All other words are flags of the script. Everything else is the script's own. For example, the loss of GRPO
 stays a mean over the tokens of the batch, with its KL penalty, and without humanline the reference stays the
-policy that has sampled. Variants that bring their own bound need `--no-humanline --epsilon 1e9`, so that no
-other bound is left.
+policy that has sampled. Variants that bring their own bound need `--no-humanline` and, if their docstring has
+no --epsilon, `--epsilon 1e9`, so that no other bound is left.
 
 To add a variant, write a function with the arguments and results of the script's function, and add both names
 to VARIANTS. The metric grpo/clip_fraction counts the tokens whose policy gradient the variant stops.
@@ -33,7 +33,7 @@ from support import run  # noqa: E402
 
 # The run's settings, and of the micro-batch that calls a replaced function: its step, its tokens, and their
 # log-probs under the policy, (B, T)
-LAST = SimpleNamespace(args=None, step=0, input_ids=None, mask=None, logps=None)
+LAST = SimpleNamespace(args=None, step=(0, 0), input_ids=None, mask=None, logps=None)
 
 
 def remember_micro_batches(script):
@@ -81,11 +81,14 @@ def stopped_tokens(script, log_ratio, advantages, epsilon):
 
 # === Recording ===
 EDGES = np.linspace(-20.0, 20.0, 801)  # of bins of log-ratios; values beyond an end count in the last bin
-COUNTS = np.zeros(len(EDGES) - 1, int)  # tokens of all steps
+COUNTS = np.zeros(len(EDGES) - 1, int)  # tokens of all steps of this process
 
 
 def record_log_ratios(args, log_ratio):
-    """Clips as the scripts do, and counts the tokens' log-ratios before clipping in COUNTS."""
+    """Clips as humanline does, and counts the tokens' log-ratios before clipping in COUNTS.
+
+    One process writes them into log_ratios.json of its --output-dir.
+    """
     values = log_ratio.detach()[LAST.mask > 0].clamp(EDGES[0], EDGES[-1])
     COUNTS[:] += np.histogram(values.double().cpu(), EDGES)[0]
     return log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)
@@ -100,7 +103,8 @@ def no_clipping(args, log_ratio):
 def humanline_sampling(args, log_ratio, kappa=100.0, M=10.0):
     """Applies equation 5 instead of clipping: ratio < M·B_P or 1/ratio < M·B_R removes a token's gradient.
 
-    kappa: concentration of the Beta draws (k in the proof of Theorem 4.3); κ → ∞ is clipping.
+    kappa: concentration of the Beta draws (k in the proof of Theorem 4.3). As κ → ∞ the same tokens
+        lose their gradient as with clipping, but they keep their values.
     M: M_P and M_R.
     """
     too_low = log_ratio.exp() < M * beta_draws(log_ratio, 0, kappa, math.exp(args.log_epsilon_P) / M)
@@ -177,7 +181,7 @@ def m2po(clipped_log_ratio, log_ratio, advantages, beta, epsilon, limit=0.04):
     squares = clipped_log_ratio.detach() ** 2
     stoppable = A * clipped_log_ratio.detach() > 0
     ordered = squares[stoppable].sort().values
-    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1)
+    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
     kept = ordered[means <= limit]
     largest = kept[-1] if len(kept) else 0.0
     removed = stoppable & (squares > largest)
@@ -278,8 +282,11 @@ def hypo(log_ratio, mask, beta):
 
     Δ is the log-prob of the chosen completion minus that of the rejected one. DPO's margin is Δ_θ - Δ_ref, to
     which this adds min(0, Δ_ref): a reference that prefers the rejected completion counts as neutral.
+    Evaluations have DPO's loss, because LAST holds log-probs of training only.
     """
     chosen, rejected = (beta * (log_ratio * mask).sum(-1)).chunk(2)
+    if not log_ratio.requires_grad:
+        return -F.logsigmoid(chosen - rejected)
     ref_logps = (LAST.logps - log_ratio.detach()) * mask
     ref_chosen, ref_rejected = ref_logps.sum(-1).chunk(2)
     margin = chosen - rejected + beta * (ref_chosen - ref_rejected).clamp(max=0)

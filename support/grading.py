@@ -1,7 +1,7 @@
 """Grading the answers of mathematics: whether the answer in a text equals the gold answer.
 
 As in Open-R1, math_verify compares answers. It gets one expression, the one that `extract_answer` finds, as
-a box. Only if a text has formulas and neither a box nor "the answer is", math_verify chooses the last
+a box. Only if a text (or its box) has formulas and no "the answer is", math_verify chooses the last
 formula. Left alone, it would look for a part of a text that it can parse, and read "4 or maybe 5" as 5. A
 policy would learn to exploit this.
 
@@ -72,7 +72,7 @@ def grade_all(grader, function, jobs: list[tuple]) -> list:
     distinct = list(dict.fromkeys(jobs))
     verdicts = []
     # A worker that dies while it grades fails this answer alone. But pebble's whole pool is broken if a
-    # worker cannot start, for example for lack of memory, or dies while it grades nothing.
+    # worker cannot start, for example for lack of memory, or dies while no worker grades.
     with run.library_errors("the workers of the grader have ended; to start them again, pass --resume"):
         # Seconds of wall-clock time, far above TIME_LIMIT. They end a worker that waits for something: it
         # uses no CPU time, so TIME_LIMIT would never end it.
@@ -85,7 +85,7 @@ def grade_all(grader, function, jobs: list[tuple]) -> list:
             except Exception as error:
                 verdicts.append(None)
                 cause = f"{type(error).__name__}{error.args[:1]}"
-                print_once(f"an answer that could not be graded counts as wrong: {cause:.200}")
+                print_once(f"an answer could not be graded: {cause:.200}")
     ranks_verdicts = run.gather(verdicts)
     # Rank r has graded the jobs r, r + world, r + 2 · world and so on.
     by_job = {job: ranks_verdicts[i % world][i // world] for i, job in enumerate(distinct)}
@@ -93,7 +93,7 @@ def grade_all(grader, function, jobs: list[tuple]) -> list:
 
 
 # Words and commands of LaTeX, which are no variables. Greek letters are variables.
-GREEK = r"(?i:gamma|delta|theta|lambda|xi|pi|sigma|phi|psi|omega)(?![A-Za-z])"
+GREEK = r"(?i:gamma|delta|theta|lambda|xi|pi|sigma|upsilon|phi|psi|omega)(?![A-Za-z])"
 WORDS = rf"\\(?:text|mathrm|mbox|begin|end)\{{[^{{}}]*\}}|\\(?!{GREEK})[A-Za-z]+"
 NAME = r"^\s*\\?[A-Za-z]+(?:_\w+|\([^()]*\))?\s*="  # M = or f(2) =
 BASE = r"\d *_[ {(]*(\w+)"  # of a number, as in 10_2

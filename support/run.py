@@ -17,6 +17,7 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -33,7 +34,8 @@ from utils import Example, InputError, mean_and_error
 
 
 def is_main() -> bool:
-    """Returns whether this is rank 0, the only rank that writes logs, and that prints anything but errors."""
+    """Returns whether this is rank 0, the only rank that writes logs, and that prints anything but
+    errors and notes of the grader."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -183,9 +185,9 @@ def parse_args(
 OTHER_NAMES = {
     "--learning-rate": "--lr",
     "--max-steps": "--num-steps",
-    "--num-train-epochs": "--num-steps (epochs x rows / --batch-size)",
-    "--num-epochs": "--num-steps (epochs x rows / --batch-size)",
-    "--epochs": "--num-steps (epochs x rows / --batch-size)",
+    "--num-train-epochs": "--num-steps (epochs x rows / rows per step)",
+    "--num-epochs": "--num-steps (epochs x rows / rows per step)",
+    "--epochs": "--num-steps (epochs x rows / rows per step)",
     "--per-device-train-batch-size": "--batch-size (grpo_math: --prompts-per-step), over all ranks,",
     "--gradient-accumulation-steps": "--micro-batch-tokens",
     "--model-name-or-path": "--model",
@@ -400,7 +402,8 @@ class Signals:
         if dist.is_torchelastic_launched():
             launcher = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
             print_main("(ignore torchrun's traceback)")
-        command = f"{launcher} {shlex.join([sys.argv[0], '--resume', str(folder)])}"
+        words = takewhile(lambda word: not word.startswith("-"), sys.argv)  # paper/variants.py has two more
+        command = f"{launcher} {shlex.join([*words, '--resume', str(folder)])}"
         print_main(f"\nstopped after {step} steps; to resume: {command}")
         # Not sys.exit, which would wait for the threads of grpo_math's grader.
         os._exit(128 + self.agreed)
@@ -424,8 +427,8 @@ def storage_dtype(args) -> torch.dtype:
 def load_pretrained(auto_class, name: str, dtype, trust_remote_code: bool, flag: str = "--model"):
     """Loads a model from safetensors files.
 
-    transformers only warns about a weight that the files lack or hold in another shape, and initializes it at
-    random. Here this is an InputError.
+    transformers only warns about a weight that the files lack, and initializes it at random. Here this is an
+    InputError, and so is a weight of another shape.
 
     Args:
         auto_class: for example AutoModelForCausalLM.
@@ -519,7 +522,7 @@ class Progress:
 
     data_hash: str  # from `hash_data`; a resumed run must train on the same data
     step: int = 0  # completed optimizer steps
-    round: int = 0  # number of rounds sampled
+    round: int = 0  # number of rounds sampled (grpo_math: stays 0)
     pool: list = field(default_factory=list)  # sampled groups that no step has used yet
 
 
@@ -749,8 +752,9 @@ def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple], group
     if args.humanline:
         humanline = f"k {args.k}, log-ratios clipped to [{args.log_epsilon_P}, {args.log_epsilon_R}]"
     print_main(f"humanline: {humanline}")
-    epochs = args.num_steps * groups_per_step / len(groups)
-    rows = f"{len(groups):,} rows, {epochs:.1f} epochs"
+    rows = f"{len(groups):,} rows"
+    if not getattr(args, "online", False):  # online, some groups of a round are not used
+        rows += f", {args.num_steps * groups_per_step / len(groups):.1f} epochs"
     print_main(f"training: {args.num_steps} steps of {groups_per_step} rows; {rows}")
     first = groups[0][0]
     print_main(f"the first prompt ({len(first.prompt_ids)} tokens):\n{tokenizer.decode(first.prompt_ids)}")
@@ -763,7 +767,7 @@ class Log:
     """Writes metrics.jsonl, samples.jsonl and TensorBoard's files, and shows a run's progress, on rank 0.
 
     An evaluation is the script's Evaluation, of which this class reads the samples and the values, {name: a
-    tensor with one number for each row}.
+    tensor with one number for each pair, example or sample}.
     """
 
     def __init__(self, args, folder: Path, start: int, before):

@@ -124,7 +124,7 @@ def test_the_first_screen_says_whether_humanline_is_on(tmp_path, capsys, flags, 
         (
             "grpo_humanline",
             ["--online", "--num-steps", "8"],
-            "training: 8 steps of 4 rows; 128 rows, 0.2 epochs",
+            "training: 8 steps of 4 rows; 128 rows",
         ),
     ],
 )

@@ -189,6 +189,7 @@ def test_hypo_counts_a_reference_that_prefers_the_rejected_completion_as_neutral
     plain = dpo_humanline.dpo_loss(log_ratio, mask, beta)
     neutral = torch.as_tensor(of_reference > 0)
     assert torch.allclose(losses.detach()[neutral], plain[neutral])
+    assert torch.equal(variants.hypo(log_ratio, mask, beta), plain)  # an evaluation
 
 
 def test_the_kl_penalty_keeps_its_digits_near_0():
