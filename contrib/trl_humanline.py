@@ -16,8 +16,8 @@ adapter, `ref`, and a sync copies the adapter `default` to it.
 
 The trainers override `compute_loss`, as Trainer's documentation allows. They call TRL's own loss with a
 function in place of the model. This function runs the policy and the reference, and clips. The losses and
-metrics are therefore TRL's own: in DPO and KTO `rewards/*` are β times sums of clipped
-log-ratios. The file relies on these private parts of TRL, so it refuses every version of TRL but one:
+metrics are therefore TRL's own. In DPO and KTO `rewards/*` are β times the sums of clipped log-ratios. The
+file relies on these private parts of TRL, so it refuses every version of TRL but one:
 
     all         a loss calls `model(..., labels=..., fused_lm_head=True)` and reads its `log_probs`
     DPO, KTO    with `precompute_ref_logps`, a loss reads the reference's sums from the batch

@@ -379,8 +379,8 @@ def differences(rows_of: dict[str, list[dict]]) -> list[dict]:
     """Returns a line for each cell of the README's table: humanline minus another arm, with a 95% interval.
 
     Arms are paired by instance. `clipped` is the share of tokens beyond the bounds in humanline's arm. `runs`
-    names the csv files with the runs of both arms and their commands. `post_hoc` is 1 where
-    they were chosen after the runs.
+    names the csv files with the runs of both arms and their commands. `post_hoc` is 1 if the arms were chosen
+    after the runs.
 
     rows_of: {study: its reported rows}.
     """

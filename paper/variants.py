@@ -6,8 +6,8 @@
 The first word is a variant: a name of VARIANTS, or trust-region. The second word is a script, without .py.
 All other words are flags of the script. Everything else is the script's own. For example, the loss of GRPO
 stays a mean over the tokens of the batch, with its KL penalty, and without humanline the reference stays the
-policy that has sampled. Variants that bring their own bound need `--no-humanline` and, if their docstring has
-no --epsilon, `--epsilon 1e9`, so that no other bound is left.
+policy that has sampled. Variants that bring their own bound need `--no-humanline`. For gspo, dppo and
+clip-higher `--epsilon` is this bound. The others need `--epsilon 1e9`, so that no other bound is left.
 
 To add a variant, write a function with the arguments and results of the script's function, and add both names
 to VARIANTS. The metric grpo/clip_fraction counts the tokens whose policy gradient the variant stops.

@@ -1,9 +1,9 @@
 """Grading the answers of mathematics: whether the answer in a text equals the gold answer.
 
 As in Open-R1, math_verify compares answers. It gets one expression, the one that `extract_answer` finds, as
-a box. Only if a text (or its box) has formulas and no "the answer is", math_verify chooses the last
-formula. Left alone, it would look for a part of a text that it can parse, and read "4 or maybe 5" as 5. A
-policy would learn to exploit this.
+a box. Only if a text (or its box) has formulas and no "the answer is", math_verify chooses the last formula.
+Left alone, it would look for a part of a text that it can parse, and read "4 or maybe 5" as 5. A policy
+would learn to exploit this.
 
 To grade other answers, replace GRADE in grpo_math_humanline.py.
 """

@@ -193,6 +193,12 @@ def test_solutions_of_math_problems_have_their_answers(grader):
     assert len(lost) <= 0.003 * 2 * len(rows), lost
 
 
+@pytest.mark.parametrize("name", ["theta", "upsilon", "omega"])
+def test_a_greek_letter_is_not_the_other_case_of_it(grader, name):
+    pairs = [(rf"\{name}", rf"\boxed{{\{answer}}}") for answer in (name, name.title())]
+    assert verdicts(grader, pairs) == [True, False]
+
+
 def test_big_integers_stay_exact_and_verdicts_in_the_order_of_the_pairs(grader):
     for number in (int("123456789" * 44 + "1234"), 10**30):
         gold = gold_answer({"answer": number})

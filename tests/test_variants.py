@@ -226,6 +226,17 @@ def sample(log_ratio, mask, input_ids, number=7, kappa=100.0) -> tuple:
     return result.detach(), x.grad.bool()
 
 
+def test_a_run_that_is_resumed_within_a_round_samples_before_it_draws_a_batch():
+    """In a new process, where no batch was drawn."""
+    code = "import torch; from types import SimpleNamespace; "
+    code += "from paper.variants import LAST, humanline_sampling; "
+    code += "LAST.input_ids, LAST.mask = torch.arange(6).view(2, 3), torch.ones(2, 3); "
+    code += "bounds = SimpleNamespace(log_epsilon_P=-1.5, log_epsilon_R=1.5); "
+    code += "print(humanline_sampling(bounds, torch.ones(2, 3)).tolist())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == f"{[[1.0] * 3] * 2}\n", done.stderr
+
+
 @pytest.mark.parametrize("r", [-2.5, -1.0, 1.2, 2.0])
 def test_sampling_keeps_values_and_gradients_as_often_as_equation_5_says(r):
     """A token with ratio e^r keeps its gradient if B_P ≤ e^r / M and B_R ≤ 1 / (e^r M)."""
