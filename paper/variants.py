@@ -16,6 +16,7 @@ to VARIANTS. The metric grpo/clip_fraction counts the tokens whose policy gradie
 import json
 import math
 import re
+import shlex
 import sys
 from functools import partial
 from importlib import import_module
@@ -388,4 +389,7 @@ def defaults(script) -> dict:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    words = sys.argv[1:]
+    # For the command with which a stopped run resumes. The script alone would go on with humanline.
+    sys.argv[0] = shlex.join(sys.argv[:3])
+    main(words)

@@ -17,7 +17,6 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -402,8 +401,7 @@ class Signals:
         if dist.is_torchelastic_launched():
             launcher = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
             print_main("(ignore torchrun's traceback)")
-        words = takewhile(lambda word: not word.startswith("-"), sys.argv)  # paper/variants.py has two more
-        command = f"{launcher} {shlex.join([*words, '--resume', str(folder)])}"
+        command = f"{launcher} {sys.argv[0]} --resume {shlex.quote(str(folder))}"
         print_main(f"\nstopped after {step} steps; to resume: {command}")
         # Not sys.exit, which would wait for the threads of grpo_math's grader.
         os._exit(128 + self.agreed)

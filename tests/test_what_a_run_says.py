@@ -96,8 +96,11 @@ def test_equal_rewards_of_all_problems_show_in_the_metrics(tmp_path, monkeypatch
     assert metrics(tmp_path / "run")[0]["grpo/zero_advantage_groups"] == 1
 
 
-def test_ctrl_c_is_answered_at_once_and_ends_the_run_after_the_step(tmp_path):
-    command = [sys.executable, ROOT / "dpo_humanline.py", "--num-steps", "100000", "--eval-samples", "0"]
+@pytest.mark.parametrize("words", ["dpo_humanline.py", "paper/variants.py no-clipping dpo_humanline"])
+def test_ctrl_c_is_answered_at_once_and_ends_the_run_after_the_step(tmp_path, words):
+    """A variant is resumed by its own command: its script alone would go on with humanline."""
+    script, *variant = words.split()
+    command = [sys.executable, ROOT / script, *variant, "--num-steps", "100000", "--eval-samples", "0"]
     command += ["--eval-dataset", "", "--output-dir", tmp_path / "run", "--checkpoint-every", "0"]
     process = subprocess.Popen(
         [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -110,7 +113,7 @@ def test_ctrl_c_is_answered_at_once_and_ends_the_run_after_the_step(tmp_path):
     said, errors = process.communicate(timeout=120)
     assert "\nstopping after this step, with a checkpoint\n" in errors and process.returncode == 130
     done = len(metrics(tmp_path / "run"))
-    command = f"python {ROOT / 'dpo_humanline.py'} --resume {tmp_path / 'run'}"
+    command = f"python {ROOT / words} --resume {tmp_path / 'run'}"
     assert f"stopped after {done} steps; to resume: {command}\n" in said and "torchrun" not in said
 
 
