@@ -295,12 +295,14 @@ def load_data(args, tokenizer, eos_ids) -> tuple[list, list]:
     held_out = []
     if args.eval_dataset:
         held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
-    if not args.online and any(len(group) != 2 for group in groups):
+    if args.online:
+        return groups, held_out
+    if any(len(group) != 2 for group in groups):
         raise utils.InputError(
             f"--dataset {args.dataset}: a row has no chosen and rejected; labelled completions need "
             "kto_humanline.py, scored ones grpo_humanline.py, and prompts alone --online"
         )
-    if not args.online and len(groups) < args.batch_size:
+    if len(groups) < args.batch_size:
         raise utils.InputError(
             f"--dataset {args.dataset}: {len(groups)} rows, but a step needs {args.batch_size} (--batch-size)"
         )
@@ -429,16 +431,15 @@ def load_models(args, device, longest: int):
             # Replaces the block's forward by one that recomputes activations in backward. transformers' own
             # checkpointing needs train mode, which would start dropout.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    attentions = set()  # is printed
     for model in (policy, reference):
         # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
         # log-probs would be wrong without any error. Therefore `choose_attention` sets the fastest attention
         # whose packed log-probs equal those of a plain forward pass, and returns its name.
-        attentions.add(utils.choose_attention(model, longest))
+        attention = utils.choose_attention(model, longest)
         if args.compile:
             for block in decoder_blocks(model):
                 block.compile(dynamic=True)
-    run.print_main(f"attention: {', '.join(sorted(attentions))}")
+    run.print_main(f"attention: {attention}")  # of both models
     return policy, reference
 
 
@@ -451,7 +452,7 @@ def shard_model(args, model, device):
     world = dist.get_world_size()
     shard_size = args.shard_size or world
     if shard_size == world:
-        mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+        mesh = init_device_mesh(device.type, (world,))
     else:
         shape = (world // shard_size, shard_size)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))

@@ -505,16 +505,15 @@ def load_models(args, device, longest: int):
             # Replaces the block's forward by one that recomputes activations in backward. transformers' own
             # checkpointing needs train mode, which would start dropout.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    attentions = set()  # is printed
     for model in (policy, reference):
         # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
         # log-probs would be wrong without any error. Therefore `choose_attention` sets the fastest attention
         # whose packed log-probs equal those of a plain forward pass, and returns its name.
-        attentions.add(utils.choose_attention(model, longest))
+        attention = utils.choose_attention(model, longest)
         if args.compile:
             for block in decoder_blocks(model):
                 block.compile(dynamic=True)
-    run.print_main(f"attention: {', '.join(sorted(attentions))}")
+    run.print_main(f"attention: {attention}")  # of both models
     return policy, reference
 
 
@@ -527,7 +526,7 @@ def shard_model(args, model, device):
     world = dist.get_world_size()
     shard_size = args.shard_size or world
     if shard_size == world:
-        mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+        mesh = init_device_mesh(device.type, (world,))
     else:
         shape = (world // shard_size, shard_size)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))

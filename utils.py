@@ -230,8 +230,7 @@ class Means:
         for rank_sums in ranks_sums:
             for name, sums in rank_sums.items():
                 totals[name] = totals.get(name, 0) + sums
-        pairs = {name: sums.tolist() for name, sums in totals.items()}
-        return {name: total / weight for name, (total, weight) in pairs.items() if weight > 0}
+        return {name: (total / weight).item() for name, (total, weight) in totals.items() if weight > 0}
 
 
 def above(values, baseline):
