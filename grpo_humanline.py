@@ -49,7 +49,9 @@ from support import data, run, sampling
 class Args:
     # algorithm
     beta: float = 0.01  # weight of the KL penalty (Table 3)
-    epsilon: float = 0.15  # the ratio is clipped to 1 ± ε (Table 3; other variants: PAPER)
+    # The ratio is clipped to 1 ± ε (Table 3; other variants: PAPER). 1e9: no clip, the control to compare
+    # humanline with (README, "Does it work?").
+    epsilon: float = 0.15
     # Completions per group (G). 2: a pair, that is chosen and rejected, or the best and the worst completion
     # of a row, or of --samples-per-prompt samples (C.1.4). More: all completions of a row, or G samples of a
     # prompt.
@@ -58,7 +60,8 @@ class Args:
     # --no-humanline: no humanline clipping (ε still clips), and syncs only when an online round starts. With
     # --model, the settings that PAPER names change too.
     humanline: bool = True
-    # Optimizer steps between syncs of the reference (paper: 1); 0: syncs only when an online round starts.
+    # Optimizer steps between syncs of the reference (paper: 1; README says which k to begin with); 0: syncs
+    # only when an online round starts.
     k: int = 1
     log_epsilon_P: float = -1.5  # log ε_P, minimum of a token's log π_θ/π_ref, in nats (Table 1); -inf: none
     log_epsilon_R: float = 1.5  # log ε_R, maximum of a token's log π_θ/π_ref, in nats (Table 1); inf: none

@@ -54,7 +54,8 @@ class Args:
     # --no-humanline: no clipping, and syncs only when an online round starts. With --model, the settings that
     # PAPER names change too.
     humanline: bool = True
-    # Optimizer steps between syncs of the reference (paper: 1); 0: syncs only when an online round starts.
+    # Optimizer steps between syncs of the reference (paper: 1; README says which k to begin with); 0: syncs
+    # only when an online round starts.
     k: int = 1
     log_epsilon_P: float = -1.5  # log ε_P, minimum of a token's log π_θ/π_ref, in nats (Table 1); -inf: none
     log_epsilon_R: float = 1.5  # log ε_R, maximum of a token's log π_θ/π_ref, in nats (Table 1); inf: none
