@@ -54,6 +54,8 @@ def numbers_of(name: str) -> tuple[list[float], list[tuple]]:
         lines += pictures.read(pictures.RESULTS, f"{name}_tests")
     known = tuning_means(name) if name != "time" else []
     known += of_kinds() if name == "sums" else []
+    known += single_runs(name) if name == "chat" else []
+
     for line in lines:
         known += [value for value in line.values() if isinstance(value, float)]
     return known, halves
@@ -67,6 +69,12 @@ def tuning_means(name: str) -> list[float]:
         choice = re.sub(r"--seed \d+|--out \S+|(instances|stories)/\d+", "", row["command"])
         scores.setdefault((row["arm"], choice), []).append(row.get(metric, np.nan))
     return [np.mean(of_choice) for of_choice in scores.values()]
+
+
+def single_runs(name: str) -> list[float]:
+    """Returns what the plan of a study measures of each of its runs."""
+    table = pd.DataFrame(pictures.read(pictures.RESULTS, name))
+    return table[[*study.STUDIES[name].metrics]].to_numpy().ravel().tolist()
 
 
 def of_kinds() -> list[float]:
