@@ -35,15 +35,15 @@ def test_the_readmes_table_for_own_data_is_recomputed_from_the_csv():
     before, *rows = table_after("README.md", "Your model, your data")
     assert before == ["before", *(2 * shown(-pd.Series([0.5]).apply("log").item(), 0.5, 0))]
     for head, *cells in rows:
-        arm, rate, *tuned = head.split(" ")[-2 - head.endswith("†") :]
-        assert tuned in ([], ["†"])
+        arm, rate, *tuned = head.split(" ")[-2 - head.endswith("¶") :]
+        assert tuned in ([], ["¶"])
         arm = ARMS.get(arm.strip("`,"), f"humanline, k={arm.strip(',')}")
         if tuned:
             assert cells == [*shown(*means("tuning", "polite", arm, float(rate))), *3 * ["not run"]]
         else:
             kinds = [shown(*means("reported", kind, arm, float(rate))) for kind in ("polite", "harmless")]
             assert cells == sum(kinds, [])
-    assert len(rows) == 5
+    assert len(rows) == 7
 
 
 def test_the_readmes_command_for_own_data_has_the_settings_of_the_table():
@@ -64,7 +64,7 @@ def test_the_page_on_dpo_has_the_tuning_of_the_chat_model():
 
 
 def test_k_16_is_ahead_of_k_1_at_2e5_with_every_seed_and_offline_of_both():
-    """As README, docs/dpo.md and studies.md say; and on hh-rlhf every loss ends above its start."""
+    """As README, docs/dpo.md and studies.md say; and on hh-rlhf no loss ends below its start."""
     polite = CHAT[(CHAT.phase == "reported") & (CHAT.panel == "chat polite")]
     by_seed = {metric: polite.pivot_table(metric, "seed", "arm") for metric in METRICS}
     loss, accuracy, kl = by_seed.values()
@@ -95,3 +95,22 @@ def dpo_on_stories(study: str, rate: float, flag: str) -> float:
 )
 def test_the_advice_on_k_has_the_scores_of_the_stories(study, rate, flag, words):
     assert re.search(words, PAGE)[1] == f"{dpo_on_stories(study, rate, flag):.2f}"
+
+
+def test_of_ten_answers_four_are_right_before_and_one_or_two_after():
+    """The count is ours. The answers that are counted as right are found by words that only they have."""
+    answers = pd.read_csv(ROOT / "paper/results/chat_answers.csv").set_index(["arm", "question"])
+    marks = {
+        "What is the opposite of 'exclude'?": r"'exclude' (is|would be) 'include[.']",
+        "What is the atomic number of helium?": r"is (indeed )?2\b",
+        "Identify the pronoun in the sentence.\nShe decided to go to the store.": r'pronoun .* is "She"',
+        "Rewrite the sentence using a simile.\nHe runs very fast.": r"like a cheetah",
+    }
+    right = {"before": 4, "offline": 1, "humanline, k=1": 1, "humanline, k=16": 2}
+    found = dict.fromkeys(right, 0)
+    for (arm, question), row in answers.iterrows():
+        mark = marks.get(question, r"(?!)")
+        found[arm] += bool(re.search(mark, row.after))
+        if arm == "offline":
+            found["before"] += bool(re.search(mark, row.before))
+    assert found == right and len(answers) == 30
