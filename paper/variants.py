@@ -389,7 +389,6 @@ def defaults(script) -> dict:
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
     # For the command with which a stopped run resumes. The script alone would go on with humanline.
     sys.argv[0] = shlex.join(sys.argv[:3])
-    main(words)
+    main(sys.argv[1:])

@@ -64,7 +64,7 @@ def test_the_page_on_dpo_has_the_tuning_of_the_chat_model():
 
 
 def test_k_16_is_ahead_of_k_1_at_2e5_with_every_seed_and_offline_of_both():
-    """As README, docs/dpo.md and studies.md say; and on hh-rlhf no loss ends below its start."""
+    """On hh-rlhf no loss ends below its start; there k = 16 has the lowest, and offline the highest."""
     polite = CHAT[(CHAT.phase == "reported") & (CHAT.panel == "chat polite")]
     by_seed = {metric: polite.pivot_table(metric, "seed", "arm") for metric in METRICS}
     loss, accuracy, kl = by_seed.values()
@@ -73,7 +73,14 @@ def test_k_16_is_ahead_of_k_1_at_2e5_with_every_seed_and_offline_of_both():
         assert (loss[better] < loss[worse]).all() and (accuracy[better] > accuracy[worse]).all()
     assert (kl["humanline, k=16"] < 0.6 * kl["humanline, k=1"]).all() and kl.to_numpy().min() > 20
     noisy = CHAT[(CHAT.phase == "reported") & (CHAT.panel == "chat harmless")]
-    assert len(noisy) == 3 and noisy["eval/loss"].min() > 0.6932
+    assert noisy["eval/loss"].min() > 0.6932
+    assert noisy.sort_values("eval/loss").arm.tolist() == ["humanline, k=16", "humanline, k=1", "offline"]
+
+
+def test_the_readme_says_how_long_a_polite_run_took():
+    minutes = CHAT[CHAT.panel == "chat polite"].seconds / 60
+    said = f"569 short pairs took {minutes.min():.0f} to {minutes.max():.0f} minutes on one core"
+    assert said in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def dpo_on_stories(study: str, rate: float, flag: str) -> float:
