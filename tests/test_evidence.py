@@ -53,7 +53,7 @@ def numbers_of(name: str) -> tuple[list[float], list[tuple]]:
     if (pictures.RESULTS / f"{name}_tests.csv").exists():
         lines += pictures.read(pictures.RESULTS, f"{name}_tests")
     known = tuning_means(name) if name != "time" else []
-    known += of_kinds() if name == "sums" else []
+    known += of_kinds(name) if name in ("sums", "gap") else []
     known += single_runs(name) if name == "chat" else []
 
     for line in lines:
@@ -63,7 +63,7 @@ def numbers_of(name: str) -> tuple[list[float], list[tuple]]:
 
 def tuning_means(name: str) -> list[float]:
     """Of every choice of an arm, over the seeds and tasks of the tuning."""
-    metric = {"sums": "late", "controls": "curve"}.get(name, "judge")
+    metric = {"sums": "late", "gap": "late", "controls": "curve"}.get(name, "judge")
     scores = {}
     for row in pictures.select(pictures.read(pictures.RESULTS, name), phase="tuning"):
         choice = re.sub(r"--seed \d+|--out \S+|(instances|stories)/\d+", "", row["command"])
@@ -77,12 +77,13 @@ def single_runs(name: str) -> list[float]:
     return table[[*study.STUDIES[name].metrics]].to_numpy().ravel().tolist()
 
 
-def of_kinds() -> list[float]:
-    """Of sums: the accuracies of every arm on a kind, over its seeds, and over the kinds."""
-    table = pd.DataFrame(reported("sums"))
+def of_kinds(name: str) -> list[float]:
+    """Of sums or gap: an arm's accuracies on a kind, over its seeds, and over the reported kinds."""
+    table = pd.DataFrame(pictures.read(pictures.RESULTS, name))
     metrics = ["late", "eval/accuracy@16", "eval/accuracy@32"]
-    means = table.groupby(["panel", "arm"])[metrics].mean()
-    return [*means.to_numpy().ravel(), *means.groupby("arm").mean().to_numpy().ravel()]
+    means = table.groupby(["phase", "panel", "arm", "lr"])[metrics].mean()
+    over_kinds = means.loc["reported"].groupby("arm").mean()
+    return [*means.to_numpy().ravel(), *over_kinds.to_numpy().ravel()]
 
 
 def of_times() -> list[float]:
@@ -169,8 +170,10 @@ def across_studies() -> list[dict]:
     lines = [study.on_a_par(rows, *pair) for pair in pairs]
     rows = study.over_instances(reported("sums"))
     arms = ("online", "humanline", "no clip", "ε 0.2")
+    gap = study.over_instances(reported("gap"))
     for metric in ("late", "eval/accuracy@16", "eval/accuracy@32"):
         lines += [study.on_a_par(rows, "sums", *pair, metric) for pair in combinations(arms, 2)]
+        lines.append(study.on_a_par(gap, "sums", "online", "ε 0.2", metric))
     rows = study.over_instances(reported("controls"))
     planned = study.controls_test(reported("controls"))
     lines += [
@@ -462,6 +465,23 @@ def test_the_readmes_accuracies_of_sums_are_those_of_the_study():
     words = f"is {before['mean']:.2f} before training, {means['ε 0.2']:.2f} with ε 0.2 (GRPO's usual clip), "
     words += f"{means['no clip']:.2f} without a clip, {means['humanline']:.2f} with humanline"
     assert f"{words} and {means['online']:.2f} online." in in_words(README)
+
+
+def test_the_gap_that_old_samples_leave_is_told_as_open_and_with_what_the_plan_asked_for():
+    accuracies = by_instance("sums", "sums", "late")
+    (line,) = pictures.read(pictures.RESULTS, "gap_tests")  # the gate was not passed, so there is one
+    assert line["difference"] < study.GAP and line["low"] < 0 < line["high"]
+    words = f"is open: {(accuracies['online'] - accuracies['ε 0.2']).mean():.2f} \\* with S = 16, "
+    words += in_brackets(line["difference"], line["low"], line["high"]).strip("+*") + " with S = 32"
+    assert f"{words} (under {study.GAP:.2f}, so humanline was not tested)." in in_words(README)
+    tuning = pd.read_csv(pictures.RESULTS / "gap.csv").query("phase == 'tuning'")
+    shares = tuning[tuning.arm == "no clip"].set_index("lr").clipped
+    words = (
+        f"{shares[1e-5]:.0%} (1e-5) and {shares[3e-5]:.0%} (3e-5) of the tokens of no clip are beyond ±1.5"
+    )
+    assert words in in_words(STUDIES)
+    ends = [by_instance(name, "sums", "late")["online"] for name in ("sums", "gap")]
+    assert (ends[0] - ends[1]).abs().max() < 0.03
 
 
 def test_the_share_of_tokens_beyond_the_bounds_rises_with_k_as_replication_says():

@@ -118,7 +118,11 @@ def test_baselines_are_a_mark_for_the_mean_end_of_every_arm_and_a_faint_one_for_
 
 @pytest.mark.parametrize(
     ("name", "over", "steps"),
-    [("sums", "5 kinds", [16, 32]), ("controls", "6 games", [*range(32, 257, 32)])],
+    [
+        ("sums", "5 kinds", [16, 32]),
+        ("gap", "5 kinds", [16, 32]),
+        ("controls", "6 games", [*range(32, 257, 32)]),
+    ],
 )
 def test_curves_are_means_over_kinds_or_games_from_the_untrained_model_on(name, over, steps, axes_of):
     """A game of controls has two seeds or ten, and counts once."""
