@@ -87,12 +87,15 @@ def test_stories_are_paths_of_means_and_a_mark_for_the_end_of_every_run(axes_of)
             assert [row["kl"] for row in of_arm] in ends
 
 
-def test_baselines_are_a_mark_for_the_mean_end_of_every_arm_and_a_faint_one_for_every_tuned_setting(axes_of):
-    rows = reported("stories") + reported("baselines")
-    tuning = []
-    for name in ("stories", "baselines"):
+@pytest.mark.parametrize("studies", [("stories", "baselines"), ("hypo",)])
+def test_a_frontier_has_a_mark_for_the_mean_end_of_every_arm_and_a_faint_one_for_every_tuned_setting(
+    studies, axes_of
+):
+    rows, tuning = [], []
+    for name in studies:
+        rows += reported(name)
         tuning += pictures.select(pictures.read(pictures.RESULTS, name), phase="tuning")
-    drawn = axes_of("baselines")
+    drawn = axes_of(studies[-1])
     (legend,) = drawn[0].figure.legends
     labels = {pictures.FRONTIER_MARKS[row["arm"]][0] for row in rows}
     assert {text.get_text() for text in legend.get_texts()} == labels
