@@ -419,13 +419,13 @@ def draw_stories(rows: list[dict]):
 FRONTIER_MARKS = {  # {arm: its label, mark and colour}
     "offline, ε 0.15": ("offline, humanline's ε and β", "<", "#E69F00"),
     "offline, paper's ε and β": ("offline, paper's ε and β", "v", "#E69F00"),
-    "offline": ("offline, tuned (GRPO: but for β)", "o", "#0072B2"),
+    "offline": ("offline, tuned (GRPO: not its β)", "o", "#0072B2"),
     "offline, no clip, tuned β": ("offline, tuned with β", "^", "#0072B2"),
     "no reference": ("offline, no reference", "X", "#CC79A7"),
     "HyPO": ("HyPO, tuned", "h", "#CC79A7"),
     "humanline, paper's ε and β": ("humanline, paper's ε and β, k = 1", "P", "#D55E00"),
     "humanline, paper's β, k = 1's rate": ("humanline, paper's β, DPO's rate for k = 1", "p", "#D55E00"),
-    "offline + humanline": ("humanline, tuned (GRPO: but for β)", "s", "#D55E00"),
+    "offline + humanline": ("humanline, tuned (GRPO: not its β)", "s", "#D55E00"),
     "humanline, tuned β": ("humanline, tuned with β", "*", "#D55E00"),
     "online": ("online, tuned", "D", "#009E73"),
 }
