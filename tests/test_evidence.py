@@ -494,6 +494,10 @@ def test_hypo_repeats_the_rows_of_stories_and_its_lead_is_told_in_every_text():
     pd.testing.assert_frame_equal(scores[both], before[both], check_exact=True)
     lead = scores["offline + humanline"] - scores["HyPO"]
     assert ((lead > 0).sum(), len(lead)) == (9, 12) and "on nine draws of twelve" in in_words(STUDIES)
+    assert (scores["HyPO"] < scores["offline"]).sum() == 7 and "which has it on seven" in in_words(STUDIES)
+    for measure in ("kl", "fluency"):
+        again, first = by_instance("hypo", "DPO", measure)[both], by_instance("stories", "DPO", measure)[both]
+        pd.testing.assert_frame_equal(again, first, rtol=5e-7)
     interval = ttest_1samp(lead, 0).confidence_interval()
     assert f"[HyPO](paper/studies.md#hypo): {in_brackets(lead.mean(), *interval)})" in README
     page = in_words((ROOT / "docs/dpo.md").read_text(encoding="utf-8"))
