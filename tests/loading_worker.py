@@ -26,7 +26,7 @@ def load(folder: str, dtype: str):
 
 @torch.no_grad()
 def compare(folder: str) -> None:
-    """Policy and reference have an unsharded fp32 model's parameters and logits, bit for bit, also after a sync.
+    """Both models have an unsharded fp32 model's parameters and logits, bit for bit, also after a sync.
 
     On an AMD EPYC (model 2) mamba's logits differ by 2.4e-7 from equal parameters.
     """
