@@ -25,9 +25,8 @@ completion_ids, reward and so on. A group is a tuple of Examples of one prompt: 
 first, or one Example without completion_ids for a row of a prompt alone.
 """
 
-import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -204,7 +203,8 @@ def sync_reference(reference, policy):
     Both models are sharded in the same way, so every rank copies its own shards without communication. If the
     reference is stored in bf16, the copy rounds in the same way as FSDP rounds the policy's weights before
     each forward pass. To make the reference a moving average (EMA) of the policy instead, store it in fp32
-    (`load_models`), because bf16 would round its small changes away.
+    (`load_models`), because bf16 would round its small changes away, and do so at the humanline sync alone:
+    the sync of an online round must copy.
     """
     for target, source in zip(reference.parameters(), policy.parameters(), strict=True):
         target.to_local().copy_(source.to_local())
@@ -219,8 +219,7 @@ def main(args: Args):
     tokenizer, eos_ids = data.load_tokenizer(args)
     groups, held_out = load_data(args, tokenizer, eos_ids)
     groups_per_step = args.batch_size // args.group_size
-    data_hash = run.hash_data(groups, held_out)  # ends the run if ranks have read different data
-    longest = data.longest_sequence(args, groups + held_out, args.online)  # tokens
+    longest = data.longest_sequence(args, groups + held_out)  # tokens
     policy, reference = load_models(args, device, longest)
     # For online rounds and for evaluation. It loads the reward model now, and its engine with the first
     # samples.
@@ -235,17 +234,15 @@ def main(args: Args):
     warmup_steps = max(1, round(args.warmup_fraction * args.num_steps))
 
     output_dir = run.open_folder(args, __file__)
-    run.print_plan(args, output_dir, policy, tokenizer, groups, groups_per_step)
+    run.print_plan(args, output_dir, policy, tokenizer, groups)
     # A resumed run evaluates the initial policy again: it is the baseline of every later evaluation.
     before = evaluate(args, policy, sampler, held_out)
     # progress: the steps and rounds that are done, and the pool, which holds groups that were sampled but not
     # yet used. Checkpoints hold it. A new run has no checkpoint and starts at step 0.
-    progress = run.load_checkpoint(output_dir, policy, reference, optimizer, data_hash)
+    progress = run.load_checkpoint(args, output_dir, policy, reference, optimizer, groups)
     # after the load, so that a failed resume leaves args.json as it was
     run.save_args(args, output_dir, __file__)
     log = run.Log(args, output_dir, progress.step, before)
-    save_progress = partial(run.save_checkpoint, args, output_dir, policy, reference, optimizer, progress)
-    sampler.save_run = save_progress  # for a run that ends because its samples got no rewards
     signals = run.Signals()  # in the loop, SIGINT and SIGTERM end the run after the current step
 
     for step in range(progress.step, args.num_steps):
@@ -268,14 +265,12 @@ def main(args: Args):
                 metrics |= round_metrics  # of the newest round
             batch = progress.pool[:groups_per_step]
             del progress.pool[:groups_per_step]
-        batch = run.broadcast(batch)  # changes nothing here: keeps ranks in step if you edit the lines above
         examples = [example for group in batch for example in group]
 
         # The advantages
         rewards = torch.tensor([example.reward for example in examples], dtype=torch.float64, device=device)
         rewards = rewards.view(groups_per_step, args.group_size)  # (groups, G)
         advantages = group_advantages(rewards)  # (groups, G)
-        utils.check_shape("group_advantages", advantages, rewards.shape)
         metrics["grpo/zero_advantage_groups"] = (rewards.amax(1) == rewards.amin(1)).double().mean().item()
 
         # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
@@ -295,7 +290,6 @@ def main(args: Args):
             logps = utils.token_logps(policy, input_ids, mask)  # (B, T)
             log_ratio = logps - ref_logps  # (B, T)
             clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
-            utils.check_shape("clip_log_ratio", clipped_log_ratio, mask.shape)
             A = advantages.flatten()[indices].to(logps.dtype)  # (B,)
             losses = grpo_loss(clipped_log_ratio, log_ratio, A, args.beta, args.epsilon)  # (B, T)
             utils.check_shape("grpo_loss", losses, mask.shape)
@@ -328,15 +322,13 @@ def main(args: Args):
 
         progress.step = step + 1
         log.write(metrics | run.perf_metrics(started, sum(lengths)))
-        # If any rank has received SIGINT or SIGTERM, all ranks write a checkpoint and end.
-        if signals.received_by_any_rank() or run.checkpoint_is_due(args, progress.step):
-            save_progress()
-        signals.exit_if_received(output_dir, progress.step)
+        # Writes a checkpoint if one is due. After SIGINT or SIGTERM, all ranks write one and end.
+        run.end_step(args, output_dir, policy, reference, optimizer, progress, signals)
 
     signals.release()
     after = evaluate(args, policy, sampler, held_out, before)
     run.export(output_dir / "final", policy, tokenizer, eos_ids)
-    log.report(after)
+    log.report(progress.step, after)
     dist.barrier()  # all ranks wait until rank 0 has written everything
     dist.destroy_process_group()
 
@@ -344,47 +336,29 @@ def main(args: Args):
 # === Data ===
 def load_data(args, tokenizer, eos_ids) -> tuple[list, list]:
     """Reads --dataset and --eval-dataset. Returns the groups of both; [] without --eval-dataset."""
-    if args.batch_size % args.group_size:
-        raise utils.InputError(
-            f"--batch-size {args.batch_size} is not a multiple of --group-size {args.group_size}"
-        )
     groups = load_groups(args, tokenizer, eos_ids, args.dataset, args.dataset_split)
     held_out = []
     if args.eval_dataset:
-        held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
-    if args.online:
-        return groups, held_out
-    if any(len(group) != args.group_size for group in groups):
-        raise utils.InputError(
-            f"--dataset {args.dataset}: every row needs {args.group_size} completions (--group-size); "
-            "labelled completions need kto_humanline.py, and prompts alone --online"
-        )
-    if all(group[0].reward == group[-1].reward for group in groups):
-        raise utils.InputError(f"--dataset {args.dataset}: no row's scores differ; lower --reward-threshold")
-    needed = args.batch_size // args.group_size
-    if len(groups) < needed:
-        raise utils.InputError(
-            f"--dataset {args.dataset}: {len(groups)} rows, but a step needs {needed} (--batch-size)"
-        )
+        offline = replace(args, online=False)  # held-out completions are read, also with --online
+        held_out = load_groups(offline, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
+    if not args.online:
+        data.check_groups(args.dataset, groups, args.group_size, args.batch_size // args.group_size)
     return groups, held_out
 
 
 def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
     """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them."""
     groups = []
-    skipped = []  # [(line number, reason), ...]
+    skipped = []  # the reasons
     for number, row in data.read_rows(name, split):
         try:
             groups.append(encode_row(args, tokenizer, eos_ids, row))
         except data.SkipRow as reason:
-            skipped.append((number, reason))
-        except Exception as error:  # an InputError, or a mistake in `encode_row`
-            error.add_note(f"{name}, line {number}")
+            skipped.append(str(reason))
+        except Exception as error:
+            error.add_note(f"{name}, row {number}")
             raise
-    summary = f"{name}: {data.summarize_groups(eos_ids, groups, skipped)}"
-    if not groups:
-        raise utils.InputError(summary)
-    run.print_main(summary)
+    data.print_summary(name, eos_ids, groups, skipped)
     return groups
 
 
@@ -395,34 +369,24 @@ def encode_row(args, tokenizer, eos_ids, row):
     """
     data.check_row(row)  # refuses rows with a column such as "system", which no script reads
     if row.get("completions"):
-        group = encode_scored_row(args, tokenizer, eos_ids, row)
+        data.require_columns(row, "prompt", "scores")
+        prompt = row["prompt"]
+        completions = row["completions"]
+        scores = row["scores"]
     else:
-        prompt, pair = read_pair(row)
-        group = encode_group(args, tokenizer, eos_ids, prompt, pair)
-        if pair:  # a group of two (C.1.3); any two rewards in this order give the advantages 1 and -1
-            group = (group[0]._replace(reward=1.0), group[1]._replace(reward=0.0))
+        prompt, completions = read_pair(row)
+        scores = [1.0, 0.0]  # any two rewards in this order give the advantages 1 and -1 (C.1.3)
+    if args.online:  # trains on samples
+        completions = []
+    examples = data.encode(args, tokenizer, eos_ids, prompt, completions)
+    if completions:
+        scored = [example._replace(reward=score) for example, score in zip(examples, scores, strict=True)]
+        examples = make_group(args, scored)
+        if not examples:
+            raise data.SkipRow("its scores are equal, or differ by less than --reward-threshold")
     if SCORE:
-        group = tuple(example._replace(row=data.json_row(row)) for example in group)
-    return group
-
-
-def encode_scored_row(args, tokenizer, eos_ids, row):
-    """Returns the group of a row {"prompt": ..., "completions": [...], "scores": [...]}."""
-    data.require_columns(row, "prompt", "scores")
-    completions, scores = row["completions"], row["scores"]
-    if not isinstance(completions, list) or not isinstance(scores, list) or len(completions) != len(scores):
-        raise utils.InputError("completions and scores must be two lists of the same length")
-    for score in scores:
-        if not isinstance(score, int | float) or not math.isfinite(score):
-            raise utils.InputError(f"the score {score!r:.40} is not a finite number")
-    if len(scores) < 2:
-        raise data.SkipRow("it has one completion, but an advantage needs two")
-    examples = encode_group(args, tokenizer, eos_ids, row["prompt"], completions)
-    scored = [example._replace(reward=score) for example, score in zip(examples, scores)]
-    group = make_group(args, scored)
-    if not group:
-        raise data.SkipRow("its scores are equal, or differ by less than --reward-threshold")
-    return group
+        examples = [example._replace(row=row) for example in examples]
+    return tuple(examples)
 
 
 def read_pair(row):
@@ -432,48 +396,19 @@ def read_pair(row):
     and A and B are messages of the assistant:
         1. {"prompt": "text", "chosen": "text", "rejected": "text"}
         2. {"prompt": [Q], "chosen": [A], "rejected": [B]}
-        3. {"chosen": [Q, A], "rejected": [Q, B]}, with or without "prompt": [Q]
-        4. {"prompt": "text of a message of Q", "chosen": [Q, A], "rejected": [Q, B]} (UltraFeedback)
-    "instruction" is another name for "prompt".
+        3. {"chosen": [Q, A], "rejected": [Q, B]}, with any prompt, which is not read (UltraFeedback)
     """
-    prompt = row.get("prompt")
-    if prompt is None:
-        prompt = row.get("instruction")
-    chosen = row.get("chosen")
-    rejected = row.get("rejected")
-    if isinstance(chosen, list) and isinstance(rejected, list):  # forms 2 to 4
-        turns = data.as_messages(chosen[:-1])  # the messages before the last one; form 2 has none
-        if data.as_messages(rejected[:-1]) != turns:
-            raise utils.InputError("chosen and rejected must differ only in their last message")
-        # A prompt, if there is one, must be the turns (form 3) or the text of one of them (form 4).
-        in_form_4 = prompt in [message["content"] for message in turns]
-        if turns and prompt and not in_form_4 and data.as_messages(prompt) != turns:
-            raise utils.InputError("chosen and rejected do not begin with the prompt")
-        prompt = turns or prompt
-        chosen, rejected = chosen[-1:], rejected[-1:]  # now in form 2
-    if prompt is None:
-        raise utils.InputError(
-            f"no prompt in the columns {', '.join(row)} (grpo_math_humanline.py reads problems with answers)"
-        )
+    chosen, rejected = row.get("chosen"), row.get("rejected")
     if chosen is None and rejected is None:
-        return prompt, []
+        data.require_columns(row, "prompt")
+        return row["prompt"], []
     data.require_columns(row, "chosen", "rejected")
-    if chosen == rejected:
-        raise data.SkipRow("chosen equals rejected")
-    return prompt, [chosen, rejected]
-
-
-def encode_group(args, tokenizer, eos_ids, prompt, completions):
-    """Returns one Example for each completion; if there are none, one Example with the prompt alone."""
-    prompt_ids, all_completion_ids = data.encode(tokenizer, eos_ids, prompt, completions)
-    data.check_prompt(args, prompt_ids)
-    if not completions:
-        return (utils.Example(prompt, prompt_ids),)
-    examples = [utils.Example(prompt, prompt_ids, ids) for ids in all_completion_ids]
-    examples = [example.truncate(args.max_length) for example in examples]
-    if len(examples) == 2 and examples[0] == examples[1]:
-        raise data.SkipRow("both completions are equal, maybe because they were truncated")
-    return tuple(examples)
+    if isinstance(chosen, list) and len(chosen) > 1:  # form 3
+        if chosen[:-1] != rejected[:-1]:
+            raise utils.InputError("chosen and rejected must differ only in their last message")
+        return chosen[:-1], [chosen[-1:], rejected[-1:]]
+    data.require_columns(row, "prompt")
+    return row["prompt"], [chosen, rejected]
 
 
 def draw_batch(groups, number: int, size: int, seed: int):
@@ -482,8 +417,7 @@ def draw_batch(groups, number: int, size: int, seed: int):
     The order depends only on the seed and the epoch, so a run that is resumed with the same size needs no
     state of the data loader. The last, incomplete batch of an epoch is dropped.
     """
-    batches_per_epoch = len(groups) // size
-    epoch, batch = divmod(number, batches_per_epoch)
+    epoch, batch = divmod(number, len(groups) // size)
     order = np.random.default_rng((seed, epoch)).permutation(len(groups))
     return [groups[i] for i in order[batch * size : (batch + 1) * size]]
 
@@ -509,10 +443,6 @@ def load_models(args, device, longest: int):
     policy = load("auto").to(torch.float32)
     # Loaded in its storage dtype, because a cast to bf16 would also round its buffers (RoPE's frequencies).
     reference = load(run.storage_dtype(args)).requires_grad_(False)
-    # For most models this changes nothing. Loading rounds a few buffers (Gemma's embed_scale) to the dtype of
-    # loading, which differs here. The policy takes the reference's, so that log-ratios are 0 at step 0.
-    for name, buffer in policy.named_buffers():
-        buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         for block in decoder_blocks(policy):
             # Replaces the block's forward by one that recomputes activations in backward. transformers' own
@@ -538,11 +468,10 @@ def shard_model(args, model, device):
     """
     world = dist.get_world_size()
     shard_size = args.shard_size or world
+    shape = (world // shard_size, shard_size)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     if shard_size == world:
-        mesh = init_device_mesh(device.type, (world,))
-    else:
-        shape = (world // shard_size, shard_size)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        mesh = mesh["shard"]
     units = decoder_blocks(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight is not head.weight:  # a tied weight belongs to two modules, so the root must hold it

@@ -29,8 +29,6 @@ completion_ids, reward, answer and so on. A group is a tuple of Examples of one 
 a problem or, in a data set, one Example without completion_ids.
 """
 
-import math
-import re
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -186,7 +184,8 @@ def sync_reference(reference, policy):
     Both models are sharded in the same way, so every rank copies its own shards without communication. If the
     reference is stored in bf16, the copy rounds in the same way as FSDP rounds the policy's weights before
     each forward pass. To make the reference a moving average (EMA) of the policy instead, store it in fp32
-    (`load_models`), because bf16 would round its small changes away.
+    (`load_models`), because bf16 would round its small changes away, and do so at the humanline sync alone:
+    the sync of an online round must copy.
     """
     for target, source in zip(reference.parameters(), policy.parameters(), strict=True):
         target.to_local().copy_(source.to_local())
@@ -201,8 +200,7 @@ def main(args: Args):
     tokenizer, eos_ids = data.load_tokenizer(args)
     grader = grading.start_grader()
     problems, held_out = load_data(args, tokenizer, eos_ids, grader)
-    data_hash = run.hash_data(problems, held_out)  # ends the run if ranks have read different data
-    longest = data.longest_sequence(args, problems + held_out, online=True)  # tokens
+    longest = data.longest_sequence(args, problems + held_out)  # tokens
     policy, reference = load_models(args, device, longest)
     sampler = sampling.Sampler(args, tokenizer, eos_ids, device, longest)
     optimizer = torch.optim.AdamW(
@@ -215,12 +213,12 @@ def main(args: Args):
     warmup_steps = max(1, round(args.warmup_fraction * args.num_steps))
 
     output_dir = run.open_folder(args, __file__)
-    run.print_plan(args, output_dir, policy, tokenizer, problems, args.prompts_per_step)
+    run.print_plan(args, output_dir, policy, tokenizer, problems)
     # A resumed run evaluates the initial policy again: it is the baseline of the report.
     before = evaluate(args, policy, sampler, grader, held_out)
     # progress: the steps that are done, and the pool, which holds groups that were sampled but not yet used.
     # Checkpoints hold it. A new run has no checkpoint and starts at step 0.
-    progress = run.load_checkpoint(output_dir, policy, reference, optimizer, data_hash)
+    progress = run.load_checkpoint(args, output_dir, policy, reference, optimizer, problems)
     # after the load, so that a failed resume leaves args.json as it was
     run.save_args(args, output_dir, __file__)
     log = run.Log(args, output_dir, progress.step, before)
@@ -244,14 +242,12 @@ def main(args: Args):
             metrics |= round_metrics
         batch = progress.pool[: args.prompts_per_step]
         del progress.pool[: args.prompts_per_step]
-        batch = run.broadcast(batch)  # changes nothing here: keeps ranks in step if you edit the lines above
         examples = [example for group in batch for example in group]
 
         # The advantages
         rewards = torch.tensor([example.reward for example in examples], dtype=torch.float64, device=device)
         rewards = rewards.view(args.prompts_per_step, args.group_size)  # (groups, G)
         advantages = group_advantages(rewards)  # (groups, G)
-        utils.check_shape("group_advantages", advantages, rewards.shape)
         metrics |= sample_metrics(examples, rewards)
 
         # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
@@ -271,7 +267,6 @@ def main(args: Args):
             logps = utils.token_logps(policy, input_ids, mask, args.temperature)  # (B, T)
             log_ratio = logps - ref_logps  # (B, T)
             clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
-            utils.check_shape("clip_log_ratio", clipped_log_ratio, mask.shape)
             A = advantages.flatten()[indices].to(logps.dtype)  # (B,)
             losses = grpo_loss(clipped_log_ratio, log_ratio, A, args.beta, args.epsilon)  # (B, T)
             utils.check_shape("grpo_loss", losses, mask.shape)
@@ -301,15 +296,13 @@ def main(args: Args):
 
         progress.step = step + 1
         log.write(metrics | run.perf_metrics(started, sum(lengths)))
-        # If any rank has received SIGINT or SIGTERM, all ranks write a checkpoint and end.
-        if signals.received_by_any_rank() or run.checkpoint_is_due(args, progress.step):
-            run.save_checkpoint(args, output_dir, policy, reference, optimizer, progress)
-        signals.exit_if_received(output_dir, progress.step)
+        # Writes a checkpoint if one is due. After SIGINT or SIGTERM, all ranks write one and end.
+        run.end_step(args, output_dir, policy, reference, optimizer, progress, signals)
 
     signals.release()
     after = evaluate(args, policy, sampler, grader, held_out)
     run.export(output_dir / "final", policy, tokenizer, eos_ids)
-    log.report(after)
+    log.report(progress.step, after)
     grader.stop()
     grader.join()
     dist.barrier()  # all ranks wait until rank 0 has written everything
@@ -320,32 +313,28 @@ def main(args: Args):
 def load_data(args, tokenizer, eos_ids, grader) -> tuple[list, list]:
     """Reads --dataset and --eval-dataset. Returns the problems of both whose answers can be graded."""
     problems = load_groups(args, tokenizer, eos_ids, args.dataset, args.dataset_split)
+    problems = keep_gradable(grader, args.dataset, problems)
+    data.check_groups(args.dataset, problems, 1, args.prompts_per_step)
     held_out = []
     if args.eval_dataset:
         held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
-    run.hash_data(problems, held_out)  # before the ranks share the grading, they must have the same data
-    problems = keep_gradable(grader, args.dataset, problems, args.prompts_per_step)
-    if held_out:
-        held_out = keep_gradable(grader, args.eval_dataset, held_out, 1)
+        held_out = keep_gradable(grader, args.eval_dataset, held_out)
     return problems, held_out
 
 
 def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
     """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them."""
     groups = []
-    skipped = []  # [(line number, reason), ...]
+    skipped = []  # the reasons
     for number, row in data.read_rows(name, split):
         try:
             groups.append(encode_row(args, tokenizer, eos_ids, row))
         except data.SkipRow as reason:
-            skipped.append((number, reason))
-        except Exception as error:  # an InputError, or a mistake in `encode_row`
-            error.add_note(f"{name}, line {number}")
+            skipped.append(str(reason))
+        except Exception as error:
+            error.add_note(f"{name}, row {number}")
             raise
-    summary = f"{name}: {data.summarize_groups(eos_ids, groups, skipped)}"
-    if not groups:
-        raise utils.InputError(summary)
-    run.print_main(summary)
+    data.print_summary(name, eos_ids, groups, skipped)
     return groups
 
 
@@ -354,44 +343,21 @@ def encode_row(args, tokenizer, eos_ids, row):
 
     Raises data.SkipRow to skip the row, and utils.InputError to end the run because the row is malformed.
     """
-    data.check_row(row)
-    prompt = row.get("problem")
-    if prompt is None:
-        prompt = row.get("question")  # GSM8K
-    if not isinstance(prompt, str):
-        raise utils.InputError(
-            f"no text in 'problem' or 'question', in the columns {', '.join(row)} "
-            "(the other scripts read prompts with completions)"
-        )
+    data.check_row(row)  # refuses rows with a column such as "system", which no script reads
+    prompt = row.get("problem") or row.get("question")  # GSM8K
+    answer = row.get("answer", row.get("solution"))  # MATH: the solution, in whose box the answer stands
+    if prompt is None or answer is None:
+        raise utils.InputError(f"no problem (question) or answer (solution) in the columns {', '.join(row)}")
+    answer = str(answer).rpartition("####")[2]  # GSM8K
     if args.system_prompt:
         system = {"role": "system", "content": args.system_prompt}
         prompt = [system, {"role": "user", "content": prompt}]
-    prompt_ids, _ = data.encode(tokenizer, eos_ids, prompt)
-    data.check_prompt(args, prompt_ids)
-    # Some chat templates end the prompt with "<think>\n" or with an empty thought, which the rewards of the
-    # format then count. The white space of an empty thought is the template's, so it must not cost a reward.
-    end = tokenizer.decode(prompt_ids[-32:])
-    begun = re.search(r"<think>\s*(</think>\s*)?$", end)
-    opening = begun[0] if begun else ""
-    if "</think>" in opening:
-        opening = "<think>\n\n</think>\n"
-    example = utils.Example(prompt, prompt_ids, answer=gold_answer(row), opening=opening)
-    return (example._replace(row=data.json_row(row)),)
-
-
-def gold_answer(row) -> str:
-    """Returns a row's `answer`, or else its `solution`, whose last box `grading.extract_answer` will find.
-
-    Returns "" if the solution has no box or the answer is not finite. `keep_gradable` then drops the problem.
-    """
-    answer, solution = row.get("answer"), row.get("solution")
-    if answer is None and isinstance(solution, str):
-        return solution if "\\boxed" in solution else ""
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):  # a bool is an int, too
-        raise utils.InputError("a problem needs an answer (a text or a number) or a solution (a text)")
-    if isinstance(answer, float):  # str would write 0.00001 as 1e-05, which is not LaTeX
-        return np.format_float_positional(answer, trim="-") if math.isfinite(answer) else ""
-    return str(answer)
+    (example,) = data.encode(args, tokenizer, eos_ids, prompt)
+    # Some chat templates end the prompt with "<think>\n", which the rewards of the format then count.
+    _, opening, rest = tokenizer.decode(example.prompt_ids).rpartition("<think>\n")
+    if rest:
+        opening = ""
+    return (example._replace(answer=answer, opening=opening, row=row),)
 
 
 def draw_batch(groups, number: int, size: int, seed: int):
@@ -400,8 +366,7 @@ def draw_batch(groups, number: int, size: int, seed: int):
     The order depends only on the seed and the epoch, so a run that is resumed with the same size needs no
     state of the data loader. The last, incomplete batch of an epoch is dropped.
     """
-    batches_per_epoch = len(groups) // size
-    epoch, batch = divmod(number, batches_per_epoch)
+    epoch, batch = divmod(number, len(groups) // size)
     order = np.random.default_rng((seed, epoch)).permutation(len(groups))
     return [groups[i] for i in order[batch * size : (batch + 1) * size]]
 
@@ -427,10 +392,6 @@ def load_models(args, device, longest: int):
     policy = load("auto").to(torch.float32)
     # Loaded in its storage dtype, because a cast to bf16 would also round its buffers (RoPE's frequencies).
     reference = load(run.storage_dtype(args)).requires_grad_(False)
-    # For most models this changes nothing. Loading rounds a few buffers (Gemma's embed_scale) to the dtype of
-    # loading, which differs here. The policy takes the reference's, so that log-ratios are 0 at step 0.
-    for name, buffer in policy.named_buffers():
-        buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         for block in decoder_blocks(policy):
             # Replaces the block's forward by one that recomputes activations in backward. transformers' own
@@ -456,11 +417,10 @@ def shard_model(args, model, device):
     """
     world = dist.get_world_size()
     shard_size = args.shard_size or world
+    shape = (world // shard_size, shard_size)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     if shard_size == world:
-        mesh = init_device_mesh(device.type, (world,))
-    else:
-        shape = (world // shard_size, shard_size)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        mesh = mesh["shard"]
     units = decoder_blocks(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight is not head.weight:  # a tied weight belongs to two modules, so the root must hold it
@@ -541,8 +501,7 @@ def evaluate(args, policy, sampler, grader, held_out: list[tuple]) -> Evaluation
 
 
 # === Rewards ===
-# Rewards of samples. To add one, add it to `grade_samples`, and its weight to WEIGHTS. Whoever gives them,
-# rewards are checked by `sampling.as_rewards`.
+# Rewards of samples. To add one, add it to `grade_samples`, and its weight to WEIGHTS.
 
 WEIGHTS = {"accuracy": 8.0, "format": 1.0, "tag_count": 1.0}  # weights of the rewards (Table 2)
 # Grades an answer. To grade others, for example programs, replace it by the name of a function with the same
@@ -550,20 +509,13 @@ WEIGHTS = {"accuracy": 8.0, "format": 1.0, "tag_count": 1.0}  # weights of the r
 GRADE = grading.grade
 
 
-def keep_gradable(grader, name: str, groups: list[tuple], minimum: int) -> list[tuple]:
-    """Returns the groups whose gold answer can be graded, of which at least `minimum` are needed."""
-    golds = [group[0].answer for group in groups]
+def keep_gradable(grader, name: str, groups: list[tuple]) -> list[tuple]:
+    """Returns the groups whose gold answer can be graded."""
     # Every gold answer is compared with a dummy answer, π, only to see whether there is a verdict within the
     # limits. Compared with itself, a gold answer could be found equal without being computed.
-    verdicts = grading.grade_all(grader, GRADE, [(gold, "\\pi", "") for gold in golds])
+    verdicts = grading.grade_all(grader, GRADE, [(group[0].answer, "\\pi", "") for group in groups])
     kept = [group for group, verdict in zip(groups, verdicts) if verdict is not None]
-    dropped = [gold for gold, verdict in zip(golds, verdicts) if verdict is None]
-    summary = f"{name}: {len(kept)} of {len(groups)} gold answers can be graded"
-    if dropped:
-        summary += f", the first that cannot is {dropped[0]!r:.60}"
-    if len(kept) < minimum:
-        raise utils.InputError(f"{summary}; at least {minimum} are needed")
-    run.print_main(summary)
+    run.print_main(f"{name}: {len(kept)} of {len(groups)} gold answers can be graded")
     return kept
 
 
@@ -596,10 +548,7 @@ def grade_samples(grader, groups: list):
         "tag_count": [tag_count_reward(sample.opening + sample.text) for sample in samples],
     }
     rewards = run.broadcast(rewards)  # rank 0's: a reward of your own may differ between ranks
-    count = len(samples)
-    rewards = {
-        name: sampling.as_rewards(f"the reward {name}", numbers, count) for name, numbers in rewards.items()
-    }
+    rewards = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in rewards.items()}
     totals = sum(WEIGHTS[name] * numbers for name, numbers in rewards.items()).tolist()
     graded = []
     for sample, total, is_correct in zip(samples, totals, correct):

@@ -26,7 +26,7 @@ prompt alone.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -174,7 +174,8 @@ def sync_reference(reference, policy):
     Both models are sharded in the same way, so every rank copies its own shards without communication. If the
     reference is stored in bf16, the copy rounds in the same way as FSDP rounds the policy's weights before
     each forward pass. To make the reference a moving average (EMA) of the policy instead, store it in fp32
-    (`load_models`), because bf16 would round its small changes away.
+    (`load_models`), because bf16 would round its small changes away, and do so at the humanline sync alone:
+    the sync of an online round must copy.
     """
     for target, source in zip(reference.parameters(), policy.parameters(), strict=True):
         target.to_local().copy_(source.to_local())
@@ -204,8 +205,6 @@ def mismatch(batch: list[tuple], max_length: int) -> list[utils.Example]:
     for i, group in enumerate(batch):
         following = batch[i + 1 :] + batch[:i]
         others = [other for other in following if other[0].prompt_ids != group[0].prompt_ids]
-        if not others:
-            raise utils.InputError("the batch has one prompt, but z_0 needs two: raise --batch-size")
         next_group = others[0]
         for example, next_example in zip(group, next_group):
             mixed = example._replace(completion_ids=next_example.completion_ids)
@@ -220,8 +219,7 @@ def main(args: Args):
     # The data is read before the models, so that errors in it appear before minutes of loading.
     tokenizer, eos_ids = data.load_tokenizer(args)
     groups, held_out, groups_per_step = load_data(args, tokenizer, eos_ids)
-    data_hash = run.hash_data(groups, held_out)  # ends the run if ranks have read different data
-    longest = data.longest_sequence(args, groups + held_out, args.online)  # tokens
+    longest = data.longest_sequence(args, groups + held_out)  # tokens
     policy, reference = load_models(args, device, longest)
     # For online rounds and for evaluation. It loads the reward model now, and its engine with the first
     # samples.
@@ -236,12 +234,12 @@ def main(args: Args):
     warmup_steps = max(1, round(args.warmup_fraction * args.num_steps))
 
     output_dir = run.open_folder(args, __file__)
-    run.print_plan(args, output_dir, policy, tokenizer, groups, groups_per_step)
+    run.print_plan(args, output_dir, policy, tokenizer, groups)
     # A resumed run evaluates the initial policy again: it is the baseline of every later evaluation.
     before = evaluate(args, policy, sampler, held_out)
     # progress: the steps and rounds that are done, and the pool, which holds groups that were sampled but not
     # yet used. Checkpoints hold it. A new run has no checkpoint and starts at step 0.
-    progress = run.load_checkpoint(output_dir, policy, reference, optimizer, data_hash)
+    progress = run.load_checkpoint(args, output_dir, policy, reference, optimizer, groups)
     # after the load, so that a failed resume leaves args.json as it was
     run.save_args(args, output_dir, __file__)
     log = run.Log(args, output_dir, progress.step, before)
@@ -267,7 +265,6 @@ def main(args: Args):
                 metrics |= round_metrics  # of the newest round
             batch = progress.pool[:groups_per_step]
             del progress.pool[:groups_per_step]
-        batch = run.broadcast(batch)  # changes nothing here: keeps ranks in step if you edit the lines above
         examples = [example for group in batch for example in group]
 
         # The reference point, for the global batch
@@ -293,11 +290,10 @@ def main(args: Args):
             logps = utils.token_logps(policy, input_ids, mask)  # (B, T)
             log_ratio = logps - ref_logps  # (B, T)
             clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
-            utils.check_shape("clip_log_ratio", clipped_log_ratio, mask.shape)
             margins = kto_margins(clipped_log_ratio, mask, desirable, z_0, args.beta)  # (B,)
             losses = kto_loss(margins, desirable, args.lambda_D, args.lambda_U)  # (B,)
             utils.check_shape("kto_loss", losses, (len(indices),))
-            (losses.sum() / args.batch_size).backward()  # summed over ranks: the mean over the global batch
+            (losses.sum() / len(examples)).backward()  # summed over ranks: the mean over the global batch
 
             means.add({"loss": losses, "rewards/accuracies": utils.above(margins, 0)})
             rewards = args.beta * (clipped_log_ratio * mask).sum(-1)  # (B,)
@@ -327,15 +323,13 @@ def main(args: Args):
 
         progress.step = step + 1
         log.write(metrics | run.perf_metrics(started, sum(lengths)))
-        # If any rank has received SIGINT or SIGTERM, all ranks write a checkpoint and end.
-        if signals.received_by_any_rank() or run.checkpoint_is_due(args, progress.step):
-            run.save_checkpoint(args, output_dir, policy, reference, optimizer, progress)
-        signals.exit_if_received(output_dir, progress.step)
+        # Writes a checkpoint if one is due. After SIGINT or SIGTERM, all ranks write one and end.
+        run.end_step(args, output_dir, policy, reference, optimizer, progress, signals)
 
     signals.release()
     after = evaluate(args, policy, sampler, held_out, before)
     run.export(output_dir / "final", policy, tokenizer, eos_ids)
-    log.report(after)
+    log.report(progress.step, after)
     dist.barrier()  # all ranks wait until rank 0 has written everything
     dist.destroy_process_group()
 
@@ -351,45 +345,32 @@ def load_data(args, tokenizer, eos_ids) -> tuple[list, list, int]:
     groups = load_groups(args, tokenizer, eos_ids, args.dataset, args.dataset_split)
     held_out = []
     if args.eval_dataset:
-        held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
+        offline = replace(args, online=False)  # held-out completions are read, also with --online
+        held_out = load_groups(offline, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
     group_size = 2 if args.online else len(groups[0])  # online, each prompt becomes a pair
-    if len({tuple(group[0].prompt_ids) for group in groups}) == 1:
-        raise utils.InputError(f"--dataset {args.dataset}: all rows have one prompt, but z_0 needs two")
-    if args.batch_size % group_size:
-        raise utils.InputError(f"--batch-size {args.batch_size} is odd, but pairs are two examples each")
     groups_per_step = args.batch_size // group_size
-    if args.online:
-        return groups, held_out, groups_per_step
-    labels = [example.desirable for group in groups for example in group]
-    if None in labels or any(len(group) != group_size for group in groups):
-        raise utils.InputError(
-            f"--dataset {args.dataset}: rows must be all pairs or all labelled; scored completions need "
-            "grpo_humanline.py, and prompts alone --online"
-        )
-    run.print_main(f"labels: {labels.count(True)} true, {labels.count(False)} false (KTO expects both)")
-    if len(groups) < groups_per_step:
-        raise utils.InputError(
-            f"--dataset {args.dataset}: {len(groups)} rows, but a step needs {groups_per_step} (--batch-size)"
-        )
+    if not args.online:
+        data.check_groups(args.dataset, groups, group_size, groups_per_step)
+        labels = [example.desirable for group in groups for example in group]
+        if None in labels:
+            raise utils.InputError(f"--dataset {args.dataset}: a prompt alone needs --online")
+        run.print_main(f"labels: {labels.count(True)} true, {labels.count(False)} false (KTO expects both)")
     return groups, held_out, groups_per_step
 
 
 def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
     """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them."""
     groups = []
-    skipped = []  # [(line number, reason), ...]
+    skipped = []  # the reasons
     for number, row in data.read_rows(name, split):
         try:
             groups.append(encode_row(args, tokenizer, eos_ids, row))
         except data.SkipRow as reason:
-            skipped.append((number, reason))
-        except Exception as error:  # an InputError, or a mistake in `encode_row`
-            error.add_note(f"{name}, line {number}")
+            skipped.append(str(reason))
+        except Exception as error:
+            error.add_note(f"{name}, row {number}")
             raise
-    summary = f"{name}: {data.summarize_groups(eos_ids, groups, skipped)}"
-    if not groups:
-        raise utils.InputError(summary)
-    run.print_main(summary)
+    data.print_summary(name, eos_ids, groups, skipped)
     return groups
 
 
@@ -399,8 +380,8 @@ def encode_row(args, tokenizer, eos_ids, row):
     Raises data.SkipRow to skip the row, and utils.InputError to end the run because the row is malformed.
     """
     data.check_row(row)  # refuses rows with a column such as "system", which no script reads
-    if row.get("label") is not None or row.get("completion") is not None:
-        data.require_columns(row, "prompt", "completion", "label")
+    if row.get("label") is not None:
+        data.require_columns(row, "prompt", "completion")
         if row["label"] not in (0, 1):  # false and true are 0 and 1
             raise utils.InputError("label must be true or false")
         prompt = row["prompt"]
@@ -408,9 +389,13 @@ def encode_row(args, tokenizer, eos_ids, row):
         labels = [bool(row["label"])]
     else:
         prompt, completions = read_pair(row)
-        labels = [True, False] if completions else [None]
-    examples = encode_group(args, tokenizer, eos_ids, prompt, completions)
-    return tuple(example._replace(desirable=label) for example, label in zip(examples, labels))
+        labels = [True, False]
+    if args.online:  # trains on samples
+        completions = []
+    examples = data.encode(args, tokenizer, eos_ids, prompt, completions)
+    if completions:
+        examples = [example._replace(desirable=label) for example, label in zip(examples, labels)]
+    return tuple(examples)
 
 
 def read_pair(row):
@@ -420,48 +405,19 @@ def read_pair(row):
     and A and B are messages of the assistant:
         1. {"prompt": "text", "chosen": "text", "rejected": "text"}
         2. {"prompt": [Q], "chosen": [A], "rejected": [B]}
-        3. {"chosen": [Q, A], "rejected": [Q, B]}, with or without "prompt": [Q]
-        4. {"prompt": "text of a message of Q", "chosen": [Q, A], "rejected": [Q, B]} (UltraFeedback)
-    "instruction" is another name for "prompt".
+        3. {"chosen": [Q, A], "rejected": [Q, B]}, with any prompt, which is not read (UltraFeedback)
     """
-    prompt = row.get("prompt")
-    if prompt is None:
-        prompt = row.get("instruction")
-    chosen = row.get("chosen")
-    rejected = row.get("rejected")
-    if isinstance(chosen, list) and isinstance(rejected, list):  # forms 2 to 4
-        turns = data.as_messages(chosen[:-1])  # the messages before the last one; form 2 has none
-        if data.as_messages(rejected[:-1]) != turns:
-            raise utils.InputError("chosen and rejected must differ only in their last message")
-        # A prompt, if there is one, must be the turns (form 3) or the text of one of them (form 4).
-        in_form_4 = prompt in [message["content"] for message in turns]
-        if turns and prompt and not in_form_4 and data.as_messages(prompt) != turns:
-            raise utils.InputError("chosen and rejected do not begin with the prompt")
-        prompt = turns or prompt
-        chosen, rejected = chosen[-1:], rejected[-1:]  # now in form 2
-    if prompt is None:
-        raise utils.InputError(
-            f"no prompt in the columns {', '.join(row)} (grpo_math_humanline.py reads problems with answers)"
-        )
+    chosen, rejected = row.get("chosen"), row.get("rejected")
     if chosen is None and rejected is None:
-        return prompt, []
+        data.require_columns(row, "prompt")
+        return row["prompt"], []
     data.require_columns(row, "chosen", "rejected")
-    if chosen == rejected:
-        raise data.SkipRow("chosen equals rejected")
-    return prompt, [chosen, rejected]
-
-
-def encode_group(args, tokenizer, eos_ids, prompt, completions):
-    """Returns one Example for each completion; if there are none, one Example with the prompt alone."""
-    prompt_ids, all_completion_ids = data.encode(tokenizer, eos_ids, prompt, completions)
-    data.check_prompt(args, prompt_ids)
-    if not completions:
-        return (utils.Example(prompt, prompt_ids),)
-    examples = [utils.Example(prompt, prompt_ids, ids) for ids in all_completion_ids]
-    examples = [example.truncate(args.max_length) for example in examples]
-    if len(examples) == 2 and examples[0] == examples[1]:
-        raise data.SkipRow("both completions are equal, maybe because they were truncated")
-    return tuple(examples)
+    if isinstance(chosen, list) and len(chosen) > 1:  # form 3
+        if chosen[:-1] != rejected[:-1]:
+            raise utils.InputError("chosen and rejected must differ only in their last message")
+        return chosen[:-1], [chosen[-1:], rejected[-1:]]
+    data.require_columns(row, "prompt")
+    return row["prompt"], [chosen, rejected]
 
 
 def draw_batch(groups, number: int, size: int, seed: int):
@@ -470,8 +426,7 @@ def draw_batch(groups, number: int, size: int, seed: int):
     The order depends only on the seed and the epoch, so a run that is resumed with the same size needs no
     state of the data loader. The last, incomplete batch of an epoch is dropped.
     """
-    batches_per_epoch = len(groups) // size
-    epoch, batch = divmod(number, batches_per_epoch)
+    epoch, batch = divmod(number, len(groups) // size)
     order = np.random.default_rng((seed, epoch)).permutation(len(groups))
     return [groups[i] for i in order[batch * size : (batch + 1) * size]]
 
@@ -497,10 +452,6 @@ def load_models(args, device, longest: int):
     policy = load("auto").to(torch.float32)
     # Loaded in its storage dtype, because a cast to bf16 would also round its buffers (RoPE's frequencies).
     reference = load(run.storage_dtype(args)).requires_grad_(False)
-    # For most models this changes nothing. Loading rounds a few buffers (Gemma's embed_scale) to the dtype of
-    # loading, which differs here. The policy takes the reference's, so that log-ratios are 0 at step 0.
-    for name, buffer in policy.named_buffers():
-        buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         for block in decoder_blocks(policy):
             # Replaces the block's forward by one that recomputes activations in backward. transformers' own
@@ -526,11 +477,10 @@ def shard_model(args, model, device):
     """
     world = dist.get_world_size()
     shard_size = args.shard_size or world
+    shape = (world // shard_size, shard_size)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     if shard_size == world:
-        mesh = init_device_mesh(device.type, (world,))
-    else:
-        shape = (world // shard_size, shard_size)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        mesh = mesh["shard"]
     units = decoder_blocks(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight is not head.weight:  # a tied weight belongs to two modules, so the root must hold it

@@ -7,10 +7,9 @@ Notation: B sequences of T tokens, N completion tokens (in statistics: N samples
 hidden size D. Log-probs are in nats. A mask is 1 at completion tokens and 0 elsewhere.
 """
 
-import bisect
 import heapq
-import inspect
 import math
+from array import array
 from typing import NamedTuple
 
 import torch
@@ -33,15 +32,15 @@ class Example(NamedTuple):
     """
 
     prompt: str | list  # text or messages
-    prompt_ids: list[int]
-    completion_ids: list[int] = []  # ends with an EOS token, unless it was truncated
+    prompt_ids: array  # of ints ("i"), which need a quarter of a list's memory
+    completion_ids: array = array("i")  # ends with an EOS token, unless it was truncated
     reward: float | None = None  # the completion's reward, or its score in a data set; None: unknown
     desirable: bool | None = None  # KTO's label; None: unknown
     # of samples only
     text: str = ""  # the completion
     finished: bool = True  # whether the sample ended with an EOS token, before any truncation
     # of rows and samples
-    row: dict | None = None  # the row of the data set (`data.json_row`), for reward functions
+    row: dict | None = None  # the row of the data set, for reward functions
     # of math problems only
     answer: str = ""  # the gold answer
     opening: str = ""  # what the template has written of the completion, for example "<think>\n"
@@ -60,7 +59,7 @@ class Example(NamedTuple):
     def truncate(self, max_length: int):
         """Returns the example with its completion truncated, so that its length is at most max_length.
 
-        The prompt must be shorter than max_length: `data.check_prompt` skips a row with a longer one.
+        The prompt must be shorter than max_length: `data.encode` skips a row with a longer one.
         """
         return self._replace(completion_ids=self.completion_ids[: max_length - len(self.prompt_ids)])
 
@@ -82,42 +81,34 @@ def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int):
     """
     limit = max_tokens or sum(lengths)
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-
-    def distribute(count):
-        """Returns `count` micro-batches, or None if one of them would exceed the limit.
-
-        Each sequence, the longest first, goes to the micro-batch that has the fewest tokens so far.
-        """
+    sizes = [min(length, limit) for length in lengths]  # a longer sequence leaves no room for another one
+    count = (sum(sizes) - 1) // (limit * ranks) * ranks  # too few
+    while True:
+        count += ranks
         micro_batches = [[] for _ in range(count)]
         heap = [(0, number) for number in range(count)]  # (tokens, number of the micro-batch), smallest first
-        for i in longest_first:
+        for i in longest_first:  # goes to the micro-batch that has the fewest tokens so far
             tokens, smallest = heap[0]
-            tokens += min(lengths[i], limit)  # a longer sequence leaves no room for another one
+            tokens += sizes[i]
             if tokens > limit:
-                return None
+                break
             micro_batches[smallest].append(i)
             heapq.heapreplace(heap, (tokens, smallest))
-        return micro_batches
-
-    # With more micro-batches, the fullest one of this distribution never has more tokens. So if a number is
-    # enough, every larger one is too, and bisection finds the smallest. The last number is always enough,
-    # because each sequence can have a micro-batch of its own.
-    counts = range(ranks, len(lengths) + ranks + 1, ranks)
-    fewest = bisect.bisect_left(counts, True, key=lambda count: distribute(count) is not None)
-    return distribute(counts[fewest])
+        else:
+            return micro_batches
 
 
 def pad_batch(examples: list[Example], device):
     """Returns input_ids (B, T) int64, padded on the right with 0, and mask (B, T) fp32."""
     ids = [example.prompt_ids + example.completion_ids for example in examples]
     masks = [[0.0] * len(example.prompt_ids) + [1.0] * len(example.completion_ids) for example in examples]
-    return pad_rows(ids, device), pad_rows(masks, device)
+    return pad_rows(ids, device).long(), pad_rows(masks, device)
 
 
 def pad_rows(rows, device, value=0, side: str = "right"):
     """Pads rows of numbers with `value`. Returns a (B, T) tensor."""
     tensors = [torch.tensor(row) for row in rows]
-    return pad_sequence(tensors, True, value, side).to(device)
+    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side).to(device)
 
 
 # === Log-probs ===
@@ -139,8 +130,6 @@ def token_logps(model, input_ids, mask, temperature: float = 1.0):
             temperature (grpo_math).
     """
     selected = mask.bool()
-    if selected[:, 0].any():
-        raise ValueError("the first token of a sequence has no prediction; prepend a token")
     head = model.get_output_embeddings()  # an nn.Linear
     config = model.config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
@@ -221,16 +210,12 @@ class Means:
     def reduce(self) -> dict[str, float]:
         """Returns the means over all ranks. Metrics whose weights are all 0 are omitted.
 
-        Ranks may have added different names, for example of a kind of example that only one of them has.
+        All ranks must have added the same names.
         """
-        local = {name: sums.cpu() for name, sums in self.sums.items()}
-        ranks_sums = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks_sums, local)
-        totals = {}  # as self.sums, over all ranks
-        for rank_sums in ranks_sums:
-            for name, sums in rank_sums.items():
-                totals[name] = totals.get(name, 0) + sums
-        return {name: (total / weight).item() for name, (total, weight) in totals.items() if weight > 0}
+        totals = torch.stack(list(self.sums.values()))  # (names, 2)
+        dist.all_reduce(totals)
+        names_totals = zip(self.sums, totals.cpu())
+        return {name: (total / weight).item() for name, (total, weight) in names_totals if weight > 0}
 
 
 def above(values, baseline):
@@ -239,18 +224,12 @@ def above(values, baseline):
 
 
 def mean_and_error(values: dict[str, torch.Tensor]) -> dict[str, tuple]:
-    """Returns {name: (mean, standard error, n)} of {name: n values}. The error of one value is 0.
-
-    Raises InputError if a value is not finite.
-    """
+    """Returns {name: (mean, standard error, n)} of {name: n values}."""
     statistics = {}
     for name, numbers in values.items():
         numbers = numbers.double()
-        if not numbers.isfinite().all():
-            raise InputError(f"{name} is not finite: check the model and the data, or lower --lr")
-        count = len(numbers)
-        deviation = numbers.std(correction=min(1, count - 1))
-        statistics[name] = (numbers.mean().item(), deviation.item() / math.sqrt(count), count)
+        error = numbers.std() / math.sqrt(len(numbers))
+        statistics[name] = (numbers.mean().item(), error.item(), len(numbers))
     return statistics
 
 
@@ -281,106 +260,70 @@ def check_finite(metrics: dict):
 # `attention_candidates` return the model's own attention alone.
 #
 # `pack` passes the lengths under the names that transformers' flash attention expects. To try flash attention
-# (pip install flash-attn), add "flash_attention_2" to the lists that `attention_candidates` returns.
+# (pip install flash-attn), add "flash_attention_2" to what `attention_candidates` returns.
 
 
 @torch.no_grad()
 def choose_attention(model, longest: int) -> str:
-    """Sets the fastest attention whose `token_logps` agree with the model's own forward pass.
+    """Sets the fastest attention with which `token_logps` agree with the model's own forward pass.
+
+    Returns its name.
 
     The trial scores two equal sequences of 16 tokens. In both, the first 8 tokens must get the log-probs that
     the model's own forward pass gives to these 8 tokens alone. They differ if packed sequences attend to each
-    other (the second would see the first) or if a token attends to later ones.
+    other (the second would see the first), if a token attends to later ones, or if the model does more with
+    its head's output than `HeadLogps` (a factor of the logits: Cohere, Granite).
 
-    Args:
-        longest: the maximum length of a sequence that is scored, samples included, in tokens.
-
-    Returns:
-        The name of the attention that was set, followed by the reasons against faster ones. Raises InputError
-        if none agrees.
+    longest: the maximum length of a sequence that is scored, samples included, in tokens.
     """
     for name, function in ATTENTION.items():
         # Not done when this file is imported, because loading AttentionInterface takes a second.
         transformers.AttentionInterface.register(name, function)
-    check_head(model)
     tokens = torch.arange(1, 17, device=model.device) % model.config.get_text_config().vocab_size
     first_8 = tokens[:8]
     logits = model(input_ids=first_8[None], use_cache=False).logits[0]  # (8, V)
     expected = -F.cross_entropy(logits[:-1].float(), first_8[1:], reduction="none")  # (7,)
-    is_bf16 = logits.dtype == torch.bfloat16
-    # Nats. Two correct forward passes differ as well, in fp32 by up to 2e-4 (SmolLM2, whose activations are
-    # large), and in bf16 by more. If the second sequence attends to the first, its log-probs are 0.34 to 2.3
-    # nats off on the policies of the toys. More noise than this, on a GPU, would only reject a correct
-    # attention; a smaller leak of a large model would be missed. Neither was measured.
+    # Maximum of the mean, in nats. Two correct forward passes differ as well, in fp32 by up to 2e-4 (SmolLM2,
+    # whose activations are large), and in bf16 by more. If the second sequence attends to the first, its
+    # log-probs are 0.34 to 2.3 nats off on the policies of the toys.
     limit = {torch.bfloat16: 0.3, torch.float32: 1e-3}.get(logits.dtype, 1e-4)
-
     input_ids = tokens.expand(2, 16)
     mask = torch.ones(2, 16, device=model.device)
     mask[:, 0] = 0
-    candidates, remarks = attention_candidates(model, longest, is_bf16 and logits.is_cuda)
-    for name in candidates:
+    found = {}
+    for name in attention_candidates(model, longest, logits):
         model.set_attn_implementation(name)
         try:
             logps = token_logps(model, input_ids, mask)
         except (RuntimeError, TypeError) as error:
             # The kernel does not support the head size, or the model's code does not pass the lengths on.
-            remarks.append(f"{name}: {error}")
+            found[name] = error
             continue
-        difference = (logps[:, 1:8] - expected).abs().mean(1).max()  # of the worse sequence
-        if not difference > limit:  # also if it is nan, which the first step reports
-            if name == "loop" and logits.is_cuda:
-                remarks.append("slow on a GPU, one call for each sequence, and no faster with --compile")
-            return "; ".join([name, *remarks])
-        remarks.append(f"{name}: {difference:.4f} nats off")
-    reasons = "; ".join(remarks)
-    raise InputError(
-        f"--model: log-probs depend on later tokens, on noise or on a factor of the logits; {reasons}"
-    )
+        found[name] = (logps[:, 1:8] - expected).abs().mean(1).max()  # of the worse sequence
+        if found[name] <= limit:
+            return name
+    raise InputError(f"--model: log-probs depend on later tokens, on noise or on a factor: {found}")
 
 
-# Settings with which models multiply their logits, or cap them under another name than Gemma 2's (Cohere,
-# Granite, Falcon-H1 and others; transformers has no common name). The model would apply them to the log-probs
-# that its head returns in `token_logps`. In bf16 the trial of `choose_attention` could miss a small change.
-FACTORS = ("logits_scaling", "logit_scale", "lm_head_multiplier", "logits_soft_cap", "output_logit_soft_cap")
+def attention_candidates(model, longest: int, logits) -> list[str]:
+    """Returns the attention implementations to try, fastest first. The model's own comes last.
 
-
-def check_head(model):
-    """Raises InputError if the head is more than an nn.Linear, because `token_logps` would lose the rest."""
-    # FSDP's subclass of nn.Linear inherits its forward.
-    forward = type(model.get_output_embeddings()).forward
-    if hasattr(model, "peft_config") or forward is not torch.nn.Linear.forward:
-        raise InputError(
-            "--model: adapters (PEFT, LoRA; see docs/elsewhere.md) and quantized heads are not supported"
-        )
-    config = model.config.get_text_config()
-    for factor in FACTORS:
-        if getattr(config, factor, None) not in (None, 1):
-            raise InputError(f"--model: its logits have a factor, {factor}, which is not supported")
-
-
-def attention_candidates(model, longest: int, is_bf16_on_gpu: bool) -> tuple[list[str], list[str]]:
-    """Returns the attention implementations to try, fastest first, and remarks for the log.
-
-    The model's own implementation comes last. The packed implementations replace only sdpa, and only in
-    models that pass further inputs on to the attention. They apply no window, so every sequence must fit into
-    the model's window. A state that is carried along the row (linear attention, Mamba) would leak from one
-    sequence into the next.
-
-    Two attributes of the model are private, because transformers offers no others. If a version drops one of
-    them, the run ends here with an AttributeError.
+    The packed implementations replace only sdpa, and only in models that pass further inputs on to the
+    attention. They apply no window, so every sequence must fit into the model's window. A state that is
+    carried along the row (linear attention, Mamba) would leak from one sequence into the next.
     """
+    own = model.config._attn_implementation  # "eager" for models with a softcap of the attention
     config = model.config.get_text_config()
-    own = model.config._attn_implementation
     window = getattr(config, "sliding_window", None) or math.inf
     # Layers of unknown types are treated as if they carried a state.
     other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    may_carry_state = other_layers or model._is_stateful
-    # The own attention is "eager" for models with a softcap of the attention, which sdpa does not support.
-    if own != "sdpa" or not model._supports_attention_backend or longest > window or may_carry_state:
-        return [own], ["no packing, because of a window, a softcap, a state or the model's code"]
-    if is_bf16_on_gpu:
-        return ["varlen", "loop", own], []
-    return ["loop", own], []
+    if own != "sdpa" or not model._supports_attention_backend or longest > window:
+        return [own]
+    if other_layers or model._is_stateful:
+        return [own]
+    if logits.is_cuda and logits.dtype == torch.bfloat16:
+        return ["varlen", "loop", own]
+    return ["loop", own]
 
 
 def pack(input_ids, predicting):
@@ -410,10 +353,6 @@ def pack(input_ids, predicting):
     return inputs, predicting[kept][None]
 
 
-# With this option query heads may share a key head. torch 2.11, which some GPU machines have, lacks it.
-SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-
-
 def varlen_attention(
     module,
     query,
@@ -432,10 +371,6 @@ def varlen_attention(
     knows. `attention_candidates` excludes windows. There is no dropout, because the scripts keep their models
     in eval mode, also in training.
     """
-    if not SHARED_HEADS:
-        queries = query.shape[1] // key.shape[1]  # query heads of a key head
-        key = key.repeat_interleave(queries, 1)
-        value = value.repeat_interleave(queries, 1)
     output = varlen_attn(
         query[0].transpose(0, 1),  # (ΣT, heads, head size)
         key[0].transpose(0, 1),
@@ -446,7 +381,7 @@ def varlen_attention(
         max_length_k,
         scale=options["scaling"],
         window_size=(-1, 0),  # causal
-        **SHARED_HEADS,
+        enable_gqa=True,  # query heads may share a key head
     )
     return output[None], None
 
@@ -481,9 +416,6 @@ PACKED = (*ATTENTION, "flash_attention_2")  # attention implementations that kee
 # GPU. With smaller blocks a GPU would wait for the CPU, which launches about 20 operators for each block.
 CPU_BLOCK = 2**21
 GPU_BLOCK = 2**27
-# Up to this many logits (1 GiB in fp32), all blocks are kept for backward, which saves their second
-# computation. Beyond this number, none is kept.
-MAX_KEPT = 2**28
 
 
 class HeadLogps(torch.autograd.Function):
@@ -491,8 +423,8 @@ class HeadLogps(torch.autograd.Function):
 
     Here z = head(hidden) / temperature or, with a softcap, z = softcap · tanh(head(hidden) / softcap) /
     temperature. These logits z (N, V) would be by far the largest tensor of a micro-batch. They are computed
-    in blocks of columns (`head_blocks`), in fp32 or wider, and computed again in backward if there are more
-    than MAX_KEPT of them. With L = log Σ_v exp z_v,
+    in blocks of columns (`head_blocks`), in fp32 or wider, and computed again in backward. With
+    L = log Σ_v exp z_v,
 
         log-prob of the target = z[target] - L
         its gradient w.r.t. z  = onehot(target) - exp(z - L)
@@ -505,16 +437,11 @@ class HeadLogps(torch.autograd.Function):
     def forward(ctx, hidden, targets, weight, bias, softcap, temperature):
         # hidden (N, D), targets (N,), weight (V, D), bias (V,) or None
         ctx.settings = softcap, temperature
-        ctx.kept = []  # the blocks of z, if they are kept for backward
-        # `hidden` decides: under no_grad it needs no gradient, while the weight's flag stays True.
-        keep = ctx.needs_input_grad[0] and len(hidden) * len(weight) <= MAX_KEPT
         L_blocks = []  # (N, 1) each
         z_target = math.nan  # stays nan for a target beyond the head's rows
         for _, columns, inside, z in head_blocks(hidden, targets, weight, bias, *ctx.settings):
             L_blocks.append(z.logsumexp(-1, keepdim=True))
             z_target = torch.where(inside, z.gather(1, columns), z_target)  # (N, 1)
-            if keep:
-                ctx.kept.append(z)
             del z  # frees this block before the next one is computed
         L = torch.stack(L_blocks).logsumexp(0)  # (N, 1)
         ctx.save_for_backward(hidden, targets, weight, bias, L)
@@ -523,8 +450,8 @@ class HeadLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_logps):
         if torch.is_grad_enabled():
-            # For a gradient penalty (create_graph) a second derivative would be silently wrong, because the
-            # kept blocks have no graph. `once_differentiable` would raise only if d_logps needs a gradient.
+            # For a gradient penalty (create_graph) a second derivative would be silently wrong.
+            # `once_differentiable` would raise only if d_logps needs a gradient.
             raise NotImplementedError("HeadLogps has no second derivative, so create_graph must be False")
         *inputs, L = ctx.saved_tensors
         hidden, _, weight, bias = inputs
@@ -533,9 +460,7 @@ class HeadLogps(torch.autograd.Function):
         d_hidden = 0  # then (N, D)
         d_weight = torch.empty_like(weight)
         d_bias = None if bias is None else torch.empty_like(bias)
-        # This takes the blocks out of ctx.kept, because each z is overwritten below. A second backward pass
-        # computes them again.
-        for rows, columns, inside, z in head_blocks(*inputs, *ctx.settings, ctx.kept):
+        for rows, columns, inside, z in head_blocks(*inputs, *ctx.settings):
             if softcap:  # here, because z = softcap / temperature · tanh is overwritten below
                 slope = 1 - (z * (temperature / softcap)) ** 2  # 1 - tanh²
             # The gradient w.r.t. the raw logits, before softcap and temperature:
@@ -554,11 +479,11 @@ class HeadLogps(torch.autograd.Function):
         return d_hidden.to(hidden.dtype), None, d_weight, d_bias, None, None
 
 
-def head_blocks(hidden, targets, weight, bias, softcap, temperature, kept=()):
+def head_blocks(hidden, targets, weight, bias, softcap, temperature):
     """Yields the logits in blocks of columns, with the targets' places in each block.
 
     Every block but the last has a multiple of 256 columns, and at most CPU_BLOCK or GPU_BLOCK logits, unless
-    256 columns have more. If the logits were kept, they are the list `kept`, which is emptied.
+    256 columns have more.
 
     Yields:
         rows: the slice of the vocabulary, which is the head's rows and the columns of the logits.
@@ -567,22 +492,17 @@ def head_blocks(hidden, targets, weight, bias, softcap, temperature, kept=()):
         z: the logits / temperature, (N, columns), in fp32 or wider.
     """
     block = CPU_BLOCK if hidden.device.type == "cpu" else GPU_BLOCK
-    size = 256 * max(
-        1, block // (256 * max(1, len(hidden)))
-    )  # number of columns; there may be no hidden state
+    size = max(256, block // max(1, len(hidden)) // 256 * 256)  # there may be no hidden state
     for start in range(0, len(weight), size):
         rows = slice(start, start + size)
-        if kept:
-            z = kept.pop(0)
-        else:
-            z = matmul_fp32(hidden, weight[rows].T)
-            if bias is not None:
-                z += bias[rows]
-            if softcap:  # Gemma 2: softcap · tanh(z / softcap)
-                z.div_(softcap).tanh_().mul_(softcap)
-            if temperature != 1:
-                z.div_(temperature)
-        distance = (targets - start)[:, None]
+        z = matmul_fp32(hidden, weight[rows].T)
+        if bias is not None:
+            z += bias[rows]
+        if softcap:  # Gemma 2: softcap · tanh(z / softcap)
+            z.div_(softcap).tanh_().mul_(softcap)
+        if temperature != 1:
+            z.div_(temperature)
+        distance = (targets - start)[:, None]  # from the block's first column
         columns = distance.clamp(0, z.shape[1] - 1)
         yield rows, columns, columns == distance, z
         del z  # the caller has dropped it too, so its memory is free for the next block
@@ -590,19 +510,7 @@ def head_blocks(hidden, targets, weight, bias, softcap, temperature, kept=()):
 
 def matmul_fp32(a, b):
     """Computes a @ b with results in fp32 or wider."""
-    are_bf16 = a.dtype == b.dtype == torch.bfloat16
-    if are_bf16 and a.is_cuda:
+    if a.is_cuda and a.dtype == b.dtype == torch.bfloat16:
         return torch.mm(a, b, out_dtype=torch.float32)  # exact products of bf16 numbers, summed in fp32
     dtype = torch.promote_types(a.dtype, torch.float32)
-    if not are_bf16:
-        return a.to(dtype) @ b.to(dtype)
-    # For speed alone: a CPU's bf16 units compute this product several times faster. The fp32 copies of bf16
-    # numbers lose nothing in these units, which sum in fp32. Other fp32
-    # numbers would be rounded to bf16. This switch holds for the whole process, so it is set for this product
-    # alone; on a CPU forward and backward run in one thread, and no other product can see it.
-    precision = torch.backends.mkldnn.matmul.fp32_precision
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-    try:
-        return a.to(dtype) @ b.to(dtype)
-    finally:
-        torch.backends.mkldnn.matmul.fp32_precision = precision
+    return a.to(dtype) @ b.to(dtype)

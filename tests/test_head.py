@@ -31,7 +31,6 @@ def test_a_target_that_occurs_500_times_has_an_exact_gradient(
 ):
     """In bf16, a sum of 500 rounded gradients would be off by far more than one rounding."""
     monkeypatch.setattr(utils, "CPU_BLOCK", block)
-    monkeypatch.setattr(utils, "MAX_KEPT", kept)
     hidden, weight, b, d_logps = draw(dtype, 600)
     targets = torch.cat([torch.full((500,), 777), torch.arange(100)])
     factors = [hidden, weight, b] if bias else [hidden, weight]

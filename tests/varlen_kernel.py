@@ -3,13 +3,10 @@
 import torch
 from torch.nn.attention import varlen
 
-import utils
-
 
 def attention_weights(query, key, starts, scale):
     """Returns the weights (heads, ΣT, ΣT) of causal attention within each sequence, and the heads' keys."""
     assert starts.dtype == torch.int32 and starts[0] == 0 and starts[-1] == len(query)
-    assert utils.SHARED_HEADS or query.shape == key.shape, "torch 2.11 has one key head for each query head"
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     positions = torch.arange(len(query))
     sequence = torch.searchsorted(starts, positions, right=True)
