@@ -56,6 +56,7 @@ class Args:
     # prompt.
     group_size: int = 2
     # humanline
+
     # --no-humanline: no humanline clipping (ε still clips), and syncs only when an online round starts. With
     # --model, the settings that PAPER names change too.
     humanline: bool = True
@@ -74,6 +75,7 @@ class Args:
     adam_eps: float = 1e-5  # AdamW's ε (Table 1)
     max_grad_norm: float = 1.0  # maximum global gradient norm (Table 3; other variants: PAPER)
     # data
+
     # Pairs, scored groups, or prompts for --online: a file or a Hub name (formats: docs/data.md).
     dataset: str = ""
     dataset_split: str = "train"  # split of a Hub data set, for example train[:10000]
@@ -106,6 +108,7 @@ class Args:
     # tested.
     reward_threshold: float = 0.01
     # sampling
+
     # Maximum sampled tokens (paper: 2048). Training truncates samples to --max-length (authors' code).
     max_new_tokens: int = 2048
     temperature: float = 0.7  # sampling temperature (Table 1); log-probs in training use 1
@@ -146,7 +149,7 @@ TOY = dict(
 )
 TOY_ONLINE = dict(dataset=f"{FOLDER}/prompts_train.jsonl.gz")
 # A Python function can give the rewards of samples, instead of --reward-model. Replace None by its name
-# (docs/grpo.md has an example). It gets a list of utils.Example, and returns a tensor with their rewards.
+# (docs/first_run.md has an example). It gets a tuple of utils.Example, and returns a list of their rewards.
 SCORE = None
 
 
@@ -449,7 +452,9 @@ def load_models(args, device, longest: int):
     def load(dtype):
         model = run.load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
         run.check_positions(model.config, longest)
-        # Both models stay in eval mode, because dropout would make them differ at step 0.
+        # Both models stay in eval mode, because dropout would make them differ at step 0. To train with
+        # dropout all the same, call `policy.train()` after `load_models`, whose check of the attention
+        # refuses noise.
         return shard_model(args, model, device).eval()
 
     # "auto" is the dtype of the files: the weights stay memory-mapped, and all ranks of a machine share them.

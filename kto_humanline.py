@@ -51,6 +51,7 @@ class Args:
     lambda_D: float = 1.1  # λ_D, weight of desirable examples (Table 3)
     lambda_U: float = 1.0  # λ_U, weight of undesirable examples (Table 3)
     # humanline
+
     # --no-humanline: no clipping, and syncs only when an online round starts. With --model, the settings that
     # PAPER names change too.
     humanline: bool = True
@@ -88,13 +89,14 @@ class Args:
     trust_remote_code: bool = False  # run Python code that comes with a model
     # online
     online: bool = False  # train on samples of the policy, drawn in rounds (Algorithm 1)
-    # Classifier with one output, a folder or a Hub name; empty: no rewards. --online requires it, and
-    # evaluation uses it too.
+    # Classifier with one output, a folder or a Hub name; empty: no rewards, or those of SCORE. --online
+    # requires one of the two, and evaluation uses it too.
     reward_model: str = ""
     round_prompts: int = 1024  # prompts per round (Table 1)
     samples_per_prompt: int = 8  # samples per prompt, of which the best and the worst form a pair (Table 1)
     reward_threshold: float = 0.01  # τ: minimum difference of a pair's rewards (Table 1)
     # sampling
+
     # Maximum sampled tokens (paper: 2048). Training truncates samples to --max-length (authors' code).
     max_new_tokens: int = 2048
     temperature: float = 0.7  # sampling temperature (Table 1); log-probs in training use 1
@@ -141,6 +143,9 @@ TOY = dict(
 )
 # With the lr of TOY, four of five online runs collapsed (docs/kto.md).
 TOY_ONLINE = dict(dataset=f"{FOLDER}/prompts_train.jsonl.gz", lr=1e-4)
+# A Python function can give the rewards of samples, instead of --reward-model. Replace None by its name
+# (docs/first_run.md has an example). It gets a tuple of utils.Example, and returns a list of their rewards.
+SCORE = None
 
 
 # === Loss ===
@@ -221,7 +226,8 @@ def mismatch(batch: list[tuple], max_length: int) -> list[utils.Example]:
 
 # === Training ===
 def main(args: Args):
-    rank, world, device = run.setup(args, args.batch_size)  # also checks the flags, and replaces --dtype auto
+    # Checks the flags, starts the process group, and replaces --dtype auto in args.
+    rank, world, device = run.setup(args, args.batch_size, SCORE)
 
     # The data is read before the models, so that errors in it appear before minutes of loading.
     tokenizer, eos_ids = data.load_tokenizer(args)
@@ -230,7 +236,7 @@ def main(args: Args):
     policy, reference = load_models(args, device, longest)
     # For online rounds and for evaluation. It loads the reward model now, and its engine with the first
     # samples.
-    sampler = sampling.Sampler(args, tokenizer, eos_ids, device, longest)
+    sampler = sampling.Sampler(args, tokenizer, eos_ids, device, longest, SCORE)
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=args.lr,
@@ -461,7 +467,9 @@ def load_models(args, device, longest: int):
     def load(dtype):
         model = run.load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
         run.check_positions(model.config, longest)
-        # Both models stay in eval mode, because dropout would make them differ at step 0.
+        # Both models stay in eval mode, because dropout would make them differ at step 0. To train with
+        # dropout all the same, call `policy.train()` after `load_models`, whose check of the attention
+        # refuses noise.
         return shard_model(args, model, device).eval()
 
     # "auto" is the dtype of the files: the weights stay memory-mapped, and all ranks of a machine share them.
