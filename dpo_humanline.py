@@ -132,6 +132,9 @@ TOY = dict(
     generation_batch_size=256,
 )
 TOY_ONLINE = dict(dataset=f"{FOLDER}/prompts_train.jsonl.gz")
+# A Python function can give the rewards of samples, instead of --reward-model. Replace None by its name
+# (docs/grpo.md has an example). It gets a list of utils.Example, and returns a tensor with their rewards.
+SCORE = None
 
 
 # === Loss ===

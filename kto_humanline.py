@@ -141,6 +141,9 @@ TOY = dict(
 )
 # With the lr of TOY, four of five online runs collapsed (docs/kto.md).
 TOY_ONLINE = dict(dataset=f"{FOLDER}/prompts_train.jsonl.gz", lr=1e-4)
+# A Python function can give the rewards of samples, instead of --reward-model. Replace None by its name
+# (docs/grpo.md has an example). It gets a list of utils.Example, and returns a tensor with their rewards.
+SCORE = None
 
 
 # === Loss ===

@@ -49,7 +49,8 @@ def read_rows(name: str, split: str):
             import datasets  # not at the top of the file, because the import takes a second
 
             rows = enumerate(datasets.load_dataset(name, split=split), 1)
-        yield from tqdm(rows, f"reading {name}", leave=False, unit=" rows", delay=2, disable=not run.is_main())
+        hidden = not run.is_main()
+        yield from tqdm(rows, f"reading {name}", leave=False, unit=" rows", delay=2, disable=hidden)
 
 
 def read_lines(name: str):
@@ -98,36 +99,25 @@ def encode_rows(name: str, split: str, encode) -> tuple[list, list]:
     skipped = []
     rows = read_rows(name, split)
     for chunk in iter(lambda: list(islice(rows, CHUNK * ranks)), []):  # until no row is left
-        part = encode_part(name, run.share(chunk, rank, ranks), encode)
-        parts = [part] * ranks
+        results = []  # of this rank's part
+        for number, row in run.share(chunk, rank, ranks):
+            try:
+                results.append((number, encode(row)))
+            except Exception as error:
+                results.append((number, error))
+        parts = [results] * ranks
         if ranks > 1:
-            dist.all_gather_object(parts, part, machine)
-        for _, _, failure in [part, *parts]:  # first this rank's own, which has a traceback
-            if failure:
-                raise failure
-        for part_groups, part_skipped, _ in parts:
-            groups += part_groups
-            skipped += part_skipped
+            dist.all_gather_object(parts, results, machine)
+            parts[rank] = results  # whose exceptions have a traceback
+        for number, result in sum(parts, []):
+            if isinstance(result, SkipRow):
+                skipped.append((number, str(result)))
+            elif isinstance(result, Exception):
+                result.add_note(f"{name}, row {number}")
+                raise result
+            else:
+                groups.append(result)
     return groups, skipped
-
-
-def encode_part(name: str, rows: list[tuple], encode) -> tuple:
-    """Encodes one rank's part of the rows, [(number, row), ...].
-
-    Returns:
-        The groups; [(row number, reason), ...] of the skipped rows; the exception that ended it, or None.
-    """
-    groups = []
-    skipped = []
-    for number, row in rows:
-        try:
-            groups.append(encode(row))
-        except SkipRow as reason:
-            skipped.append((number, str(reason)))
-        except Exception as error:
-            error.add_note(f"{name}, row {number}")
-            return groups, skipped, error
-    return groups, skipped, None
 
 
 def check_row(row):
@@ -302,30 +292,28 @@ def is_text(tokenizer, text: str, ids: list[int]) -> bool:
     because SentencePiece adds a space there and some of the tokens absorb it. Characters that Unicode defines
     as the same count as the same, for example é as one or as two characters (NFC).
     """
-    added, added_ids = added_tokens(tokenizer)
+    pattern, added_ids = added_tokens(tokenizer)
     decoded = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     pieces = []
     for whole in (text, decoded):
-        stripped = [piece.strip() for piece in added.split(unicodedata.normalize("NFC", whole))]
+        stripped = map(str.strip, pattern.split(unicodedata.normalize("NFC", whole)))
         pieces.append([piece for piece in stripped if piece])
-    spelled = len(added.findall(decoded))
+    spelled = len(pattern.findall(decoded))
     return pieces[0] == pieces[1] and spelled == sum(token in added_ids for token in ids)
 
 
-@cache  # a tokenizer may have thousands of them
+@cache  # because a tokenizer may have thousands of them
 def added_tokens(tokenizer) -> tuple[re.Pattern, set[int]]:
     """Returns a pattern that finds the added tokens in a text, and their ids.
 
-    A tokenizer finds these tokens before it splits the rest of a text. Those of white space are left out, and
-    so is the token for unknown characters, unless it is an EOS token (GPT-2).
+    A tokenizer finds these tokens before it splits the rest of a text. Tokens of white space are left out,
+    and so is the token for unknown characters, unless it is also the BOS or EOS token (GPT-2).
     """
-    vocabulary = tokenizer.get_added_vocab()
-    for token in tokenizer.all_special_tokens:
-        vocabulary[token] = tokenizer.convert_tokens_to_ids(token)
-    if tokenizer.unk_token not in (tokenizer.bos_token, tokenizer.eos_token):
-        vocabulary.pop(tokenizer.unk_token, None)
-    tokens = sorted(filter(str.strip, vocabulary), key=len, reverse=True)  # one may contain another
-    return re.compile("|".join(map(re.escape, tokens))), {vocabulary[token] for token in tokens}
+    tokens = {*tokenizer.get_added_vocab()} - {tokenizer.unk_token}
+    tokens |= {tokenizer.bos_token or "", tokenizer.eos_token}
+    longest_first = sorted(filter(str.strip, tokens), key=len, reverse=True)  # one may contain another
+    pattern = re.compile("|".join(map(re.escape, longest_first)))
+    return pattern, {*tokenizer.convert_tokens_to_ids(longest_first)}
 
 
 def truncate_after_eos(ids: list[int], eos_ids: set[int]) -> list[int]:
