@@ -26,7 +26,7 @@ first, or one Example without completion_ids for a row of a prompt alone.
 """
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -356,36 +356,37 @@ def load_data(args, tokenizer, eos_ids) -> tuple[list, list]:
     groups = load_groups(args, tokenizer, eos_ids, args.dataset, args.dataset_split)
     held_out = []
     if args.eval_dataset:
-        offline = replace(args, online=False)  # held-out completions are read, also with --online
-        held_out = load_groups(offline, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
+        held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split, held_out=True)
     if not args.online:
         data.check_groups(args.dataset, groups, args.group_size, args.batch_size // args.group_size)
     return groups, held_out
 
 
-def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
-    """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them."""
-    groups = []
-    skipped = []  # the reasons
-    for number, row in data.read_rows(name, split):
-        try:
-            groups.append(encode_row(args, tokenizer, eos_ids, row))
-        except data.SkipRow as reason:
-            skipped.append(str(reason))
-        except Exception as error:
-            error.add_note(f"{name}, row {number}")
-            raise
+def load_groups(args, tokenizer, eos_ids, name: str, split: str, **options) -> list[tuple]:
+    """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them.
+
+    The ranks of a machine share the work. options: further arguments of `encode_row`.
+    """
+    encode = partial(encode_row, args, tokenizer, eos_ids, **options)
+    groups, skipped = data.encode_rows(name, split, encode)
     data.print_summary(name, eos_ids, groups, skipped)
     return groups
 
 
-def encode_row(args, tokenizer, eos_ids, row):
+def encode_row(args, tokenizer, eos_ids, row, held_out: bool = False):
     """Returns a pair, a group of scored completions, or (prompt,). Edit it to read other columns.
+
+    Training with --online reads the prompt alone. A held-out row may have completions or none.
 
     Raises data.SkipRow to skip the row, and utils.InputError to end the run because the row is malformed.
     """
     data.check_row(row)  # refuses rows with a column such as "system", which no script reads
-    if row.get("completions"):
+    prompt_only = args.online
+    if held_out:
+        prompt_only = row.get("completions") is None and row.get("chosen") is None
+    if prompt_only:
+        prompt, completions = read_prompt(row), []
+    elif row.get("completions") is not None:
         data.require_columns(row, "prompt", "scores")
         prompt = row["prompt"]
         completions = row["completions"]
@@ -393,37 +394,44 @@ def encode_row(args, tokenizer, eos_ids, row):
     else:
         prompt, completions = read_pair(row)
         scores = [1.0, 0.0]  # any two rewards in this order give the advantages 1 and -1 (C.1.3)
-    if args.online:  # trains on samples
-        completions = []
     examples = data.encode(args, tokenizer, eos_ids, prompt, completions)
     if completions:
         scored = [example._replace(reward=score) for example, score in zip(examples, scores, strict=True)]
         examples = make_group(args, scored)
         if not examples:
             raise data.SkipRow("its scores are equal, or differ by less than --reward-threshold")
-    if SCORE:
-        examples = [example._replace(row=row) for example in examples]
+    if args.online or held_out:  # the rewards of samples read the prompt and, with SCORE, the row
+        kept_row = row if SCORE else None
+        examples = [example._replace(prompt=prompt, row=kept_row) for example in examples]
     return tuple(examples)
 
 
+def read_prompt(row):
+    """Reads the prompt alone. The completions, which may be missing or broken, can hold it in form 3."""
+    if row.get("prompt") is None and isinstance(row.get("chosen"), list):
+        return row["chosen"][:-1]
+    data.require_columns(row, "prompt")
+    return row["prompt"]
+
+
 def read_pair(row):
-    """Reads the prompt, and [chosen, rejected] or, if the row has neither, [].
+    """Reads the prompt and [chosen, rejected].
 
     A row has one of these forms, where Q stands for one or more messages, of which the last is the user's,
     and A and B are messages of the assistant:
         1. {"prompt": "text", "chosen": "text", "rejected": "text"}
         2. {"prompt": [Q], "chosen": [A], "rejected": [B]}
-        3. {"chosen": [Q, A], "rejected": [Q, B]}, with any prompt, which is not read (UltraFeedback)
+        3. {"chosen": [Q, A], "rejected": [Q, B]}, with or without a "prompt": [Q], or the text of a message
+           of Q (UltraFeedback)
     """
-    chosen, rejected = row.get("chosen"), row.get("rejected")
-    if chosen is None and rejected is None:
-        data.require_columns(row, "prompt")
-        return row["prompt"], []
     data.require_columns(row, "chosen", "rejected")
+    chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, list) and len(chosen) > 1:  # form 3
-        if chosen[:-1] != rejected[:-1]:
-            raise utils.InputError("chosen and rejected must differ only in their last message")
-        return chosen[:-1], [chosen[-1:], rejected[-1:]]
+        messages = chosen[:-1]
+        prompts = [None, messages, *(message["content"] for message in messages)]
+        if rejected[:-1] != messages or row.get("prompt") not in prompts:
+            raise utils.InputError("chosen and rejected must both be the prompt and one more message")
+        return messages, [chosen[-1:], rejected[-1:]]
     data.require_columns(row, "prompt")
     return row["prompt"], [chosen, rejected]
 

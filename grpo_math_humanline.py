@@ -334,18 +334,13 @@ def load_data(args, tokenizer, eos_ids, grader) -> tuple[list, list]:
     return problems, held_out
 
 
-def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
-    """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them."""
-    groups = []
-    skipped = []  # the reasons
-    for number, row in data.read_rows(name, split):
-        try:
-            groups.append(encode_row(args, tokenizer, eos_ids, row))
-        except data.SkipRow as reason:
-            skipped.append(str(reason))
-        except Exception as error:
-            error.add_note(f"{name}, row {number}")
-            raise
+def load_groups(args, tokenizer, eos_ids, name: str, split: str, **options) -> list[tuple]:
+    """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them.
+
+    The ranks of a machine share the work. options: further arguments of `encode_row`.
+    """
+    encode = partial(encode_row, args, tokenizer, eos_ids, **options)
+    groups, skipped = data.encode_rows(name, split, encode)
     data.print_summary(name, eos_ids, groups, skipped)
     return groups
 
@@ -369,7 +364,7 @@ def encode_row(args, tokenizer, eos_ids, row):
     _, opening, rest = tokenizer.decode(example.prompt_ids).rpartition("<think>\n")
     if rest:
         opening = ""
-    return (example._replace(answer=answer, opening=opening, row=row),)
+    return (example._replace(prompt=prompt, answer=answer, opening=opening, row=row),)
 
 
 def draw_batch(groups, number: int, size: int, seed: int):
