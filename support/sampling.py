@@ -158,11 +158,13 @@ class Sampler:
             return torch.zeros(len(samples), dtype=torch.float64)
         max_tokens = self.args.micro_batch_tokens
         logps, _ = completion_logps(policy, samples, max_tokens)  # (N, T)
-        for parameter, initial in zip(parameters, self.initial_shards):
-            parameter.copy_(initial)
-        initial_logps, _ = completion_logps(reference, samples, max_tokens)  # (N, T)
-        for parameter, shard in zip(parameters, shards):
-            parameter.copy_(shard)
+        try:
+            for parameter, initial in zip(parameters, self.initial_shards):
+                parameter.copy_(initial)
+            initial_logps, _ = completion_logps(reference, samples, max_tokens)  # (N, T)
+        finally:  # also after an exception, because a checkpoint may follow
+            for parameter, shard in zip(parameters, shards):
+                parameter.copy_(shard)
         return (logps - initial_logps).sum(1)
 
 
