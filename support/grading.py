@@ -120,7 +120,7 @@ def parse_answer(text: str):
 
     text = text.rpartition("<answer>")[2].partition("</answer>")[0]
     if "\\boxed" not in text:
-        text = text.strip(" \n*$").rstrip(".")  # **5.** -> 5
+        text = text.lstrip(" \n*$").rstrip(" \n*$.")  # **5**. -> 5
         text = f"\\boxed{{{text}}}"
     config = LatexExtractionConfig(boxed_match_priority=0)
     found = parse(text, [config], extraction_mode="first_match", parsing_timeout=None)  # [value, LaTeX]
