@@ -206,7 +206,7 @@ def main(args: Args):
     output_dir = run.open_folder(args, __file__)
     run.print_plan(args, output_dir, policy, tokenizer, groups, args.batch_size)
     # A resumed run evaluates the initial policy again: it is the baseline of every later evaluation.
-    before = evaluate(args, policy, sampler, held_out)
+    before = evaluate(args, policy, reference, sampler, held_out)
     # progress: the steps and rounds that are done, and the pool, which holds groups that were sampled but not
     # yet used. Checkpoints hold it. A new run has no checkpoint and starts at step 0.
     progress = checkpoint.load_checkpoint(args, output_dir, policy, reference, optimizer, groups)
@@ -219,7 +219,8 @@ def main(args: Args):
         for step in range(progress.step, args.num_steps):
             metrics = {"step": step}
             if step > 0 and args.eval_every and step % args.eval_every == 0:
-                metrics |= log.write_evaluation(step, evaluate(args, policy, sampler, held_out, before))
+                evaluation = evaluate(args, policy, reference, sampler, held_out, before)
+                metrics |= log.write_evaluation(step, evaluation)
             started = time.perf_counter()
 
             # The global batch, the same on all ranks: pairs of the data set or, online, of the policy's
@@ -294,7 +295,7 @@ def main(args: Args):
             log.write(metrics | run.perf_metrics(started, sum(lengths)))
             end_step()  # saves if a checkpoint is due; ends the run after SIGINT or SIGTERM
 
-        after = evaluate(args, policy, sampler, held_out, before)
+        after = evaluate(args, policy, reference, sampler, held_out, before)
 
     run.export(output_dir / "final", policy, tokenizer, eos_ids)
     log.report(progress.step, after)
@@ -518,12 +519,12 @@ class Evaluation(NamedTuple):
     samples: list  # one sample for the prompt of each of the first --eval-samples rows
 
 
-def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Evaluation:
+def evaluate(args, policy, reference, sampler, held_out: list[tuple], initial=None) -> Evaluation:
     """Evaluates the policy on held-out pairs and on samples for the prompts of the first rows.
 
     The pairs give the loss without humanline clipping, where the reference is the initial policy. The samples
-    give their length, whether they finished and, if there is a reward model, their reward and the win rate
-    over the initial policy's samples.
+    give their length, whether they finished, their KL from the initial policy and, if they have rewards, the
+    reward and the win rate over the initial policy's samples.
 
     Args:
         initial: the evaluation of the initial policy, or None when this is that evaluation.
@@ -541,7 +542,7 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
         values["eval/margin"] = chosen - rejected  # β · nats
     # A prompt that stands in several rows is sampled once for each of them.
     prompts = [group[0] for group in held_out[: args.eval_samples]]
-    samples, sample_values = sampler.evaluate(policy, prompts, initial)
+    samples, sample_values = sampler.evaluate(policy, reference, prompts, initial)
     return Evaluation(sample_values | values, logps, samples)  # in this order in the table at the end
 
 

@@ -217,7 +217,7 @@ def main(args: Args):
     output_dir = run.open_folder(args, __file__)
     run.print_plan(args, output_dir, policy, tokenizer, problems, args.prompts_per_step)
     # A resumed run evaluates the initial policy again: it is the baseline of the report.
-    before = evaluate(args, policy, sampler, grader, held_out)
+    before = evaluate(args, policy, reference, sampler, grader, held_out)
     # progress: the steps that are done, and the pool, which holds groups that were sampled but not yet used.
     # Checkpoints hold it. A new run has no checkpoint and starts at step 0.
     progress = checkpoint.load_checkpoint(args, output_dir, policy, reference, optimizer, problems)
@@ -230,7 +230,8 @@ def main(args: Args):
         for step in range(progress.step, args.num_steps):
             metrics = {"step": step}
             if step > 0 and args.eval_every and step % args.eval_every == 0:
-                metrics |= log.write_evaluation(step, evaluate(args, policy, sampler, grader, held_out))
+                evaluation = evaluate(args, policy, reference, sampler, grader, held_out)
+                metrics |= log.write_evaluation(step, evaluation)
             started = time.perf_counter()
 
             # The global batch, the same on all ranks: groups of the policy's own samples. A round gives the
@@ -311,7 +312,7 @@ def main(args: Args):
             log.write(metrics | run.perf_metrics(started, sum(lengths)))
             end_step()  # saves if a checkpoint is due; ends the run after SIGINT or SIGTERM
 
-        after = evaluate(args, policy, sampler, grader, held_out)
+        after = evaluate(args, policy, reference, sampler, grader, held_out)
 
     run.export(output_dir / "final", policy, tokenizer, eos_ids)
     log.report(progress.step, after)
@@ -491,8 +492,8 @@ class Evaluation(NamedTuple):
     samples: list  # one sample for each of the first --eval-samples problems
 
 
-def evaluate(args, policy, sampler, grader, held_out: list[tuple]) -> Evaluation:
-    """Evaluates the policy on samples for held-out problems: rewards, length, and whether they finished.
+def evaluate(args, policy, reference, sampler, grader, held_out: list[tuple]) -> Evaluation:
+    """Evaluates the policy on samples for held-out problems: rewards, length, whether they finished, and KL.
 
     eval/accuracy is pass@1. Values are first averaged over the samples of a problem, so the standard errors
     are over problems.
@@ -505,6 +506,7 @@ def evaluate(args, policy, sampler, grader, held_out: list[tuple]) -> Evaluation
     samples, values, _ = grade_samples(grader, problem_samples)  # values: {name: (N,)}
     # This adds length, finished and reward, which is the weighted sum of the rewards in `values`.
     values |= sampling.sample_statistics(samples)
+    values["kl"] = sampler.kl_from_initial(policy, reference, samples)
     values = {f"eval/{name}": numbers.view(-1, count).mean(1) for name, numbers in values.items()}
     return Evaluation(values, samples[::count])
 
@@ -514,7 +516,8 @@ def evaluate(args, policy, sampler, grader, held_out: list[tuple]) -> Evaluation
 
 WEIGHTS = {"accuracy": 8.0, "format": 1.0, "tag_count": 1.0}  # weights of the rewards (Table 2)
 # Grades an answer. To grade others, for example programs, replace it by the name of a function with the same
-# arguments (docs/grpo_math.md has an example). It runs in a worker with a limit of 100 s.
+# arguments (docs/grpo_math.md has an example). It runs in a worker with limits: 5 s of CPU time, 100 s of
+# wall-clock time, 4 GiB.
 GRADE = grading.grade
 
 
@@ -550,14 +553,16 @@ def grade_samples(grader, groups: list):
     samples = [sample for group in groups for sample in group]
     jobs = [(sample.answer, sample.text, sample.question) for sample in samples]
     verdicts = grading.grade_all(grader, GRADE, jobs)
-    correct = [float(verdict or 0) for verdict in verdicts]
+    correct = [verdict or 0.0 for verdict in verdicts]  # None: wrong
     rewards = {
         "accuracy": correct,
         "format": [format_reward(sample.opening + sample.text) for sample in samples],
         "tag_count": [tag_count_reward(sample.opening + sample.text) for sample in samples],
     }
+    if rewards.keys() != WEIGHTS.keys():
+        raise utils.InputError(f"the rewards {', '.join(rewards)} have the weights {WEIGHTS}")
     rewards = run.broadcast(rewards)  # rank 0's: a reward of your own may differ between ranks
-    rewards = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in rewards.items()}
+    rewards = {name: sampling.as_rewards(numbers, len(samples)) for name, numbers in rewards.items()}
     totals = sum(WEIGHTS[name] * numbers for name, numbers in rewards.items()).tolist()
     graded = []
     for sample, total, is_correct in zip(samples, totals, correct):
