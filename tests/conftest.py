@@ -74,3 +74,46 @@ def smollm2(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("smollm2")
     convert(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def grpo_data(tmp_path_factory) -> dict[str, str]:
+    """Files of tales: pairs, groups of four (every eighth with equal scores), these alone, prompts."""
+    from helpers import read_rows, write_rows
+
+    folder = tmp_path_factory.mktemp("grpo")
+    rows = read_rows(ROOT / "toy/tales/preferences_train.jsonl.gz")[:64]
+    groups = []
+    for number, (one, two) in enumerate(zip(rows[::2], rows[1::2])):
+        completions = [one["rejected"], two["chosen"], two["rejected"], one["chosen"]]
+        scores = [one["score_rejected"], two["score_chosen"], two["score_rejected"], one["score_chosen"]]
+        if number % 8 == 0:
+            scores = [0.5] * 4
+        groups.append({"prompt": one["prompt"], "completions": completions, "scores": scores})
+    prompts = [{"prompt": row["prompt"]} for row in rows]
+    files = {"pairs": rows, "groups": groups, "ties": groups[::8], "prompts": prompts}
+    return {name: write_rows(folder / f"{name}.jsonl", content) for name, content in files.items()}
+
+
+@pytest.fixture(scope="session")
+def two_steps(grpo_data, tmp_path_factory):
+    """Two steps of GRPO over all 32 groups at k = 1.
+
+    Returns what the second step logged, with and without humanline, and its policy and reference in float64.
+    """
+    from helpers import metrics, run_here
+    from transformers import AutoModelForCausalLM
+
+    import grpo_humanline
+
+    folder = tmp_path_factory.mktemp("steps")
+    flags = "--num-steps 2 --k 1 --batch-size 128 --group-size 4 --warmup-fraction 0 --lr 3e-3 --beta 0.1"
+    flags += " --log-epsilon-P=-0.4 --log-epsilon-R 0.3 --checkpoint-every 0 --dataset"
+    flags = [*flags.split(), grpo_data["groups"], "--eval-dataset", ""]
+    logged = {}
+    for flag in ("--humanline", "--no-humanline"):
+        run = run_here(grpo_humanline, *flags, flag, "--output-dir", folder / flag)
+        logged[flag] = metrics(run)[1]
+    run_here(grpo_humanline, *flags, "--num-steps", "1", "--output-dir", folder / "one")
+    policy = AutoModelForCausalLM.from_pretrained(folder / "one" / "final").double()
+    return logged, policy, AutoModelForCausalLM.from_pretrained(ROOT / "toy/tales/policy").double()

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +18,6 @@ from helpers import (
     PAIRS,
     ROOT,
     TOY,
-    full_logps,
     kill_and_resume,
     metrics,
     parse_args,
