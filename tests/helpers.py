@@ -46,8 +46,8 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # the varia
 # Ranks are forks of a server that has imported the scripts once, because imports take ten times as long as a
 # short run. CUDA and vLLM do not survive a fork: with them, every rank is a new interpreter.
 
-# A rank binds its port a while after the port was chosen. So the ports are below 32768, where the system's own
-# begin, and every pytest process has its own thousand.
+# A rank binds its port a while after the port was chosen. So all ports are below 32768, from which on the
+# system chooses its own, and every pytest process has its own thousand.
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", f"gw{os.getpid()}").removeprefix("gw")) % 10
 FIRST_PORT = 22_000 if find_spec("vllm") else 12_000
 PORTS = itertools.count(FIRST_PORT + 1_000 * WORKER)

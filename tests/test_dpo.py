@@ -1,4 +1,4 @@
-"""The DPO script: loss, clipping, syncing and rounds against other computations; its models and what it leaves.
+"""The DPO script: loss, clipping, syncing, models, what a run leaves, and rounds.
 
 Functions that are the same in all scripts, such as `sync_reference` and `load_models`, are tested here.
 """
@@ -218,8 +218,7 @@ def test_a_sync_communicates_nothing(recorded):
 
 
 # === Models ===
-# Policy and reference are the model in the files, whatever its architecture and dtype, and take no more memory
-# than their shards and the files' pages.
+# Policy and reference are the model in the files, whatever its architecture and dtype.
 
 SIZES = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}

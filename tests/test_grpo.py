@@ -1,4 +1,4 @@
-"""The GRPO script: loss, gradient and advantages by hand and against TRL, the same numbers for every layout."""
+"""The GRPO script: loss, gradient and advantages by hand and against TRL; layouts and rounds."""
 
 import json
 import math

@@ -132,7 +132,7 @@ def mean_log_ratio(log_ratio, mask):
 def test_z_0_of_a_step_by_hand(files, tmp_path, monkeypatch, rewards):
     """Step 1 at k = 1: the reference is the initial policy, the policy one update on; a batch is all rows.
 
-    means: an edit of `sequence_log_ratio` changes the margins and z_0, which would otherwise have other units.
+    means: an edit of `sequence_log_ratio` changes the margins and z_0, which would have other units.
     """
     monkeypatch.setattr(kto_humanline, "sequence_log_ratio", rewards)
     flags = [*RUN, "--dataset", files["paired"], "--batch-size", "128", "--k", "1", "--lr", "0.003"]
