@@ -45,14 +45,7 @@ IMPORTS = {
 OWN = set("Args Evaluation load_data encode_row group_advantages sample_round evaluate main".split())
 BANNERS = ["Args", "Loss", "Training", "Data", "Models", "Rounds and evaluation", "Metrics"]
 FUNCTION = ast.FunctionDef | ast.ClassDef
-PROSE = (
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-)
+PROSE = {getattr(tokenize, name) for name in "COMMENT NL NEWLINE INDENT DEDENT ENDMARKER".split()}
 
 
 def read(name: str) -> str:
@@ -207,11 +200,8 @@ def test_a_replaced_loss_is_that_of_training_and_of_evaluation(script, loss, gro
 
 def test_the_pages_example_of_another_loss_runs():
     """IPO's loss of two pairs by hand."""
-    pages = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-    blocks = [
-        re.findall(r"```python\n(def dpo_loss\(log_ratio, mask.*?)\n```", x.read_text(), re.S) for x in pages
-    ]
-    (code,) = [block for found in blocks for block in found]
+    pages = "".join(page.read_text() for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
+    (code,) = re.findall(r"```python\n(def dpo_loss\(log_ratio, mask.*?)\n```", pages, re.S)
     scope = dict(vars(dpo_humanline))
     exec(code, scope)
     log_ratio, mask = torch.tensor([[0.5, 0.25], [-0.25, 1.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
