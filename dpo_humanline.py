@@ -253,9 +253,9 @@ def main(args: Args):
                 clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (2P, T)
                 losses = dpo_loss(clipped_log_ratio, mask, args.beta)  # (P,)
                 utils.check_shape("dpo_loss", losses, (len(indices),))
-                (
-                    losses.sum() / args.batch_size
-                ).backward()  # summed over ranks: the mean over the global batch
+                loss = losses.sum() / args.batch_size  # summed over ranks: the mean over the global batch
+                loss.backward()
+                total_loss += loss.detach()
 
                 means.add(pair_metrics(clipped_log_ratio, logps, mask, args.beta))
                 means.add(clipping_metrics(args, log_ratio), mask)
