@@ -16,11 +16,11 @@ import torch
 from datasets import Dataset
 from helpers import (
     PAIRS,
-    ROOT,
     TOY,
     kill_and_resume,
     metrics,
     parse_args,
+    read_checkpoint,
     read_pool,
     read_rows,
     run_here,
@@ -68,19 +68,6 @@ def test_loss_equals_equation_6_by_hand_and_its_gradient_finite_differences(boun
     assert torch.autograd.gradcheck(
         lambda x: dpo_loss(clip_log_ratio(args, x), mask, 0.5).sum(), variable, eps=1e-7
     )
-
-
-def test_without_humanline_nothing_is_clipped():
-    log_ratio, _ = batch()
-    assert clip_log_ratio(Args(humanline=False), log_ratio) is log_ratio
-
-
-def test_a_log_ratio_of_zero_is_a_token_like_any_other():
-    log_ratio, mask = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True), torch.ones(2, 3)
-    loss = dpo_loss(log_ratio, mask, 1.0)
-    loss.sum().backward()
-    assert loss.item() == pytest.approx(math.log(2))
-    assert (log_ratio.grad[0] == -0.5).all() and (log_ratio.grad[1] == 0.5).all()
 
 
 def test_without_bounds_and_syncs_a_run_is_the_one_without_humanline(tmp_path):
@@ -314,15 +301,14 @@ humanline/clipped_low humanline/clipped_high humanline/log_ratio_abs_mean
 perf/step_time perf/tokens_per_second perf/peak_memory""".split()
 
 
-def test_every_documented_metric_and_both_evaluations_are_in_tensorboard(tmp_path):
+def test_every_metric_and_both_evaluations_are_in_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     flags = ["--num-steps", "10", "--warmup-fraction", "0.2", "--eval-dataset", PAIRS, "--eval-samples", "8"]
     folder = run_here(dpo_humanline, *SHORT, *flags, "--output-dir", tmp_path)
     steps = metrics(folder)
     assert [step["step"] for step in steps] == list(range(10))
-    page = (ROOT / "docs" / "metrics.md").read_text()
-    assert set(NAMES) <= set(steps[0]) and all(name in page for name in NAMES)
+    assert set(NAMES) <= set(steps[0])
     events = EventAccumulator(str(tmp_path)).Reload()
     for name in NAMES:
         values = [event.value for event in events.Scalars(name)]
@@ -406,6 +392,8 @@ def test_what_a_round_leaves_over_is_trained_on_before_the_next_one(rounds):
     for best, worst in pools[6]:
         assert best.prompt == worst.prompt and best.reward > worst.reward
     assert len({step["lr"] for step in steps}) == 1  # no warmup in this run, and no restart
+    moments = read_checkpoint(rounds, 7)["optimizer"]["state"]  # they began anew with every round
+    assert {state["step"].item() for state in moments.values()} == {7}
 
 
 def test_a_round_sets_the_reference_to_the_policy_and_k_goes_on(rounds, tmp_path):

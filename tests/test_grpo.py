@@ -51,7 +51,7 @@ def test_loss_and_gradient_equal_equation_1_by_hand():
     A = torch.tensor([1.3, -0.7, 0.0], dtype=torch.float64)
     clipped = log_ratio.clamp(LOW, HIGH)
     loss = grpo_loss(clipped, log_ratio, A, BETA, EPSILON)
-    found = grpo_metrics(loss, clipped, log_ratio, A, EPSILON)
+    found = grpo_metrics(clipped, log_ratio, A, EPSILON)
     ratio, k3, stopped = (found[f"grpo/{name}"] for name in ("ratio_mean", "kl", "clip_fraction"))
     assert stopped.tolist() == [[x > 0.15 for x in RATIOS], [x < -0.17 for x in RATIOS], [False] * 9]
     loss.sum().backward()
