@@ -486,6 +486,10 @@ def load_models(args, device, longest: int):
     policy = load("auto").to(torch.float32)
     # Loaded in its storage dtype, because a cast to bf16 would also round its buffers (RoPE's frequencies).
     reference = load(run.storage_dtype(args)).requires_grad_(False)
+    # Loading rounds a few buffers (Gemma's embed_scale) to its dtype, which may differ between both models.
+    # The policy takes those of the reference, otherwise log-ratios would not be 0 at step 0.
+    for name, buffer in policy.named_buffers():
+        buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         for block in decoder_blocks(policy):
             # Replaces the block's forward by one that recomputes activations in backward. transformers' own
