@@ -19,7 +19,7 @@ Example without completion_ids for a row of a prompt alone.
 """
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -30,11 +30,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AutoModelForCausalLM
 
 import utils
-from support import data, run, sampling
+from support import checkpoint, data, run, sampling
 
 
 # === Args ===
@@ -43,10 +43,11 @@ class Args:
     # algorithm
     beta: float = 0.1  # DPO's β (paper: 0.1)
     # humanline
+
     # --no-humanline: no clipping, and syncs only when an online round starts. With --model, the settings that
     # PAPER names change too.
     humanline: bool = True
-    # Optimizer steps between syncs of the reference (paper: 1; README says which k to begin with); 0: syncs
+    # Optimizer steps between syncs of the reference (paper: 1; a first run: 16, docs/first_run.md); 0: syncs
     # only when an online round starts.
     k: int = 1
     log_epsilon_P: float = -1.5  # log ε_P, minimum of a token's log π_θ/π_ref, in nats (Table 1); -inf: none
@@ -80,13 +81,14 @@ class Args:
     trust_remote_code: bool = False  # run Python code that comes with a model
     # online
     online: bool = False  # train on samples of the policy, drawn in rounds (Algorithm 1)
-    # Classifier with one output, a folder or a Hub name; empty: no rewards. --online requires it, and
-    # evaluation uses it too.
+    # Classifier with one output, a folder or a Hub name; empty: no rewards, or those of SCORE. --online
+    # requires one of the two, and evaluation uses it too.
     reward_model: str = ""
     round_prompts: int = 1024  # prompts per round (Table 1)
     samples_per_prompt: int = 8  # samples per prompt, of which the best and the worst form a pair (Table 1)
     reward_threshold: float = 0.01  # τ: minimum difference of a pair's rewards (Table 1)
     # sampling
+
     # Maximum sampled tokens (paper: 2048). Training truncates samples to --max-length (authors' code).
     max_new_tokens: int = 2048
     temperature: float = 0.7  # sampling temperature (Table 1); log-probs in training use 1
@@ -99,10 +101,11 @@ class Args:
     seed: int = 1  # seed of data order and sampling
     output_dir: str = ""  # run folder; empty: runs/<script>__<seed>__<time>
     resume: str = ""  # run folder to resume; most flags given with it override the run's settings
-    checkpoint_every: int = 100  # steps between checkpoints, with one at the end; 0: only after a signal
+    checkpoint_every: int = 100  # steps between checkpoints, with one at the end; 0: only if a run ends early
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     eval_every: int = 0  # steps between evaluations; 0: only before and after training
     eval_samples: int = 256  # held-out rows whose prompts are sampled, from the first on; 0: none
+    track: bool = False  # log to Weights & Biases, too (pip install wandb)
 
 
 # With --model, what differs from the defaults above in the other variants of Table 3, by (online, humanline)
@@ -131,6 +134,9 @@ TOY = dict(
     generation_batch_size=256,
 )
 TOY_ONLINE = dict(dataset=f"{FOLDER}/prompts_train.jsonl.gz")
+# A Python function can give the rewards of samples, instead of --reward-model. Replace None by its name
+# (docs/first_run.md has an example). It gets a tuple of utils.Example, and returns a list of their rewards.
+SCORE = None
 
 
 # === Loss ===
@@ -177,7 +183,8 @@ def sync_reference(reference, policy):
 
 # === Training ===
 def main(args: Args):
-    rank, world, device = run.setup(args, args.batch_size)  # also checks the flags, and replaces --dtype auto
+    # Checks the flags, starts the process group, and replaces --dtype auto in args.
+    rank, world, device = run.setup(args, args.batch_size, SCORE)
 
     # The data is read before the models, so that errors in it appear before minutes of loading.
     tokenizer, eos_ids = data.load_tokenizer(args)
@@ -186,7 +193,7 @@ def main(args: Args):
     policy, reference = load_models(args, device, longest)
     # For online rounds and for evaluation. It loads the reward model now, and its engine with the first
     # samples.
-    sampler = sampling.Sampler(args, tokenizer, eos_ids, device, longest)
+    sampler = sampling.Sampler(args, tokenizer, eos_ids, device, longest, SCORE)
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=args.lr,
@@ -197,88 +204,99 @@ def main(args: Args):
     warmup_steps = max(1, round(args.warmup_fraction * args.num_steps))
 
     output_dir = run.open_folder(args, __file__)
-    run.print_plan(args, output_dir, policy, tokenizer, groups)
+    run.print_plan(args, output_dir, policy, tokenizer, groups, args.batch_size)
     # A resumed run evaluates the initial policy again: it is the baseline of every later evaluation.
-    before = evaluate(args, policy, sampler, held_out)
+    before = evaluate(args, policy, reference, sampler, held_out)
     # progress: the steps and rounds that are done, and the pool, which holds groups that were sampled but not
     # yet used. Checkpoints hold it. A new run has no checkpoint and starts at step 0.
-    progress = run.load_checkpoint(args, output_dir, policy, reference, optimizer, groups)
+    progress = checkpoint.load_checkpoint(args, output_dir, policy, reference, optimizer, groups)
     # after the load, so that a failed resume leaves args.json as it was
     run.save_args(args, output_dir, __file__)
     log = run.Log(args, output_dir, progress.step, before)
-    signals = run.Signals()  # in the loop, SIGINT and SIGTERM end the run after the current step
 
-    for step in range(progress.step, args.num_steps):
-        metrics = {"step": step}
-        if step > 0 and args.eval_every and step % args.eval_every == 0:
-            metrics |= log.write_evaluation(step, evaluate(args, policy, sampler, held_out, before))
-        started = time.perf_counter()
+    # Whatever ends the loop, the last completed step is saved.
+    with checkpoint.save_at_exit(args, output_dir, policy, reference, optimizer, progress) as end_step:
+        for step in range(progress.step, args.num_steps):
+            metrics = {"step": step}
+            if step > 0 and args.eval_every and step % args.eval_every == 0:
+                evaluation = evaluate(args, policy, reference, sampler, held_out, before)
+                metrics |= log.write_evaluation(step, evaluation)
+            started = time.perf_counter()
 
-        # The global batch, the same on all ranks: pairs of the data set or, online, of the policy's samples.
-        if not args.online:
-            batch = draw_batch(groups, step, args.batch_size, args.seed)
-        else:
-            # A round usually gives several batches. The groups that this step does not use wait in the pool,
-            # even if a new round is drawn and the reference synced before they are used.
-            while len(progress.pool) < args.batch_size:
-                sync_reference(reference, policy)  # Algorithm 1, line 3: with and without humanline
-                new_groups, round_metrics = sample_round(args, sampler, policy, groups, progress.round + 1)
-                progress.round += 1
-                progress.pool += new_groups
-                metrics |= round_metrics  # of the newest round
-            batch = progress.pool[: args.batch_size]
-            del progress.pool[: args.batch_size]
+            # The global batch, the same on all ranks: pairs of the data set or, online, of the policy's
+            # samples.
+            if not args.online:
+                batch = draw_batch(groups, step, args.batch_size, args.seed)
+            else:
+                # A round usually gives several batches. The groups that this step does not use wait in the
+                # pool, even if a new round is drawn and the reference synced before they are used.
+                while len(progress.pool) < args.batch_size:
+                    sync_reference(reference, policy)  # Algorithm 1, line 3: with and without humanline
+                    number = progress.round + 1
+                    new_groups, round_metrics = sample_round(args, sampler, policy, groups, number)
+                    progress.round = number
+                    progress.pool += new_groups
+                    metrics |= round_metrics  # of the newest round
+                batch = progress.pool[: args.batch_size]
 
-        # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
-        # micro-batches. It also sums the gradients over ranks (`shard_model` sets this), but not those of a
-        # penalty on the weights (docs/dpo.md#implementation-details).
-        lengths = [chosen.length + rejected.length for chosen, rejected in batch]
-        micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
-        means = utils.Means()
-        for indices in micro_batches[rank::world]:  # lists of indices; number i is for rank i % world
-            chosen = [batch[i][0] for i in indices]
-            rejected = [batch[i][1] for i in indices]
-            # Padded; `token_logps` packs the sequences again, so that padding costs nothing.
-            input_ids, mask = utils.pad_batch(chosen + rejected, device)  # (2P, T)
+            # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number
+            # of micro-batches. It also sums the gradients over ranks (`shard_model` sets this), but not those
+            # of a penalty on the weights (docs/dpo.md#implementation-details).
+            lengths = [chosen.length + rejected.length for chosen, rejected in batch]
+            micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
+            means = utils.Means()
+            total_loss = torch.zeros((), dtype=torch.float64, device=device)
+            for indices in micro_batches[rank::world]:  # lists of indices; number i is for rank i % world
+                chosen = [batch[i][0] for i in indices]
+                rejected = [batch[i][1] for i in indices]
+                # Padded; `token_logps` packs the sequences again, so that padding costs nothing.
+                input_ids, mask = utils.pad_batch(chosen + rejected, device)  # (2P, T)
 
-            # [:, t] is log π(token t | all tokens before it), in nats, and 0 where mask is 0.
-            with torch.no_grad():  # first, because the policy's activations stay in memory until backward
-                ref_logps = utils.token_logps(reference, input_ids, mask)  # (2P, T)
-            logps = utils.token_logps(policy, input_ids, mask)  # (2P, T)
-            log_ratio = logps - ref_logps  # (2P, T)
-            clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (2P, T)
-            losses = dpo_loss(clipped_log_ratio, mask, args.beta)  # (P,)
-            utils.check_shape("dpo_loss", losses, (len(indices),))
-            (losses.sum() / args.batch_size).backward()  # summed over ranks: the mean over the global batch
+                # [:, t] is log π(token t | all tokens before it), in nats, and 0 where mask is 0.
+                with torch.no_grad():  # first, because the policy's activations stay in memory until backward
+                    ref_logps = utils.token_logps(reference, input_ids, mask)  # (2P, T)
+                logps = utils.token_logps(policy, input_ids, mask)  # (2P, T)
+                log_ratio = logps - ref_logps  # (2P, T)
+                clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (2P, T)
+                losses = dpo_loss(clipped_log_ratio, mask, args.beta)  # (P,)
+                utils.check_shape("dpo_loss", losses, (len(indices),))
+                loss = losses.sum() / args.batch_size  # summed over ranks: the mean over the global batch
+                loss.backward()
+                total_loss += loss.detach()
 
-            means.add(pair_metrics(losses, clipped_log_ratio, logps, mask, args.beta))
-            means.add(clipping_metrics(args, log_ratio), mask)
-        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-        metrics["grad_norm"] = grad_norm.full_tensor().item()  # global norm before clipping
-        metrics |= means.reduce()
-        utils.check_finite(metrics)
+                means.add(pair_metrics(clipped_log_ratio, logps, mask, args.beta))
+                means.add(clipping_metrics(args, log_ratio), mask)
+            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            metrics["grad_norm"] = grad_norm.full_tensor().item()  # global norm before clipping
+            metrics |= means.reduce()
+            dist.all_reduce(total_loss)
+            metrics["loss"] = total_loss.item()
+            utils.check_finite(metrics)
 
-        # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
-        # takes the weights that produced this gradient, and the update then moves the policy away from them.
-        # A sync after the update would make both models equal. With k = 1 every log-ratio would then be 0,
-        # and no token would be clipped.
-        if args.humanline and args.k > 0 and step % args.k == 0:
-            sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
+            # Until the update is complete, the weights belong to no step, and an error would save nothing.
+            progress.step = None
 
-        # The update. The learning rate rises linearly (warmup: Table 1) and then stays constant.
-        metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
-        for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
-            param_group["lr"] = metrics["lr"]
-        optimizer.step()
-        optimizer.zero_grad()
+            # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
+            # takes the weights that produced this gradient, and the update then moves the policy away from
+            # them. A sync after the update would make both models equal. With k = 1 every log-ratio would
+            # then be 0, and no token would be clipped.
+            if args.humanline and args.k > 0 and step % args.k == 0:
+                sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
 
-        progress.step = step + 1
-        log.write(metrics | run.perf_metrics(started, sum(lengths)))
-        # Writes a checkpoint if one is due. After SIGINT or SIGTERM, all ranks write one and end.
-        run.end_step(args, output_dir, policy, reference, optimizer, progress, signals)
+            # The update. The learning rate rises linearly (warmup: Table 1) and then stays constant.
+            metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
+            for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
+                param_group["lr"] = metrics["lr"]
+            optimizer.step()
+            optimizer.zero_grad()
 
-    signals.release()
-    after = evaluate(args, policy, sampler, held_out, before)
+            del progress.pool[: args.batch_size]  # offline, the pool is empty
+            progress.step = step + 1
+            log.write(metrics | run.perf_metrics(started, sum(lengths)))
+            end_step()  # saves if a checkpoint is due; ends the run after SIGINT or SIGTERM
+
+        after = evaluate(args, policy, reference, sampler, held_out, before)
+
     run.export(output_dir / "final", policy, tokenizer, eos_ids)
     log.report(progress.step, after)
     dist.barrier()  # all ranks wait until rank 0 has written everything
@@ -291,59 +309,71 @@ def load_data(args, tokenizer, eos_ids) -> tuple[list, list]:
     groups = load_groups(args, tokenizer, eos_ids, args.dataset, args.dataset_split)
     held_out = []
     if args.eval_dataset:
-        offline = replace(args, online=False)  # held-out completions are read, also with --online
-        held_out = load_groups(offline, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
+        held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split, held_out=True)
     if not args.online:
         data.check_groups(args.dataset, groups, 2, args.batch_size)
     return groups, held_out
 
 
-def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
-    """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them."""
-    groups = []
-    skipped = []  # the reasons
-    for number, row in data.read_rows(name, split):
-        try:
-            groups.append(encode_row(args, tokenizer, eos_ids, row))
-        except data.SkipRow as reason:
-            skipped.append(str(reason))
-        except Exception as error:
-            error.add_note(f"{name}, row {number}")
-            raise
+def load_groups(args, tokenizer, eos_ids, name: str, split: str, **options) -> list[tuple]:
+    """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them.
+
+    The ranks of a machine share the work. options: further arguments of `encode_row`.
+    """
+    encode = partial(encode_row, args, tokenizer, eos_ids, **options)
+    groups, skipped = data.encode_rows(name, split, encode)
     data.print_summary(name, eos_ids, groups, skipped)
     return groups
 
 
-def encode_row(args, tokenizer, eos_ids, row):
-    """Returns (chosen, rejected), or (prompt,) if the row has no completions. Edit it to read other columns.
+def encode_row(args, tokenizer, eos_ids, row, held_out: bool = False):
+    """Returns (chosen, rejected), or (prompt,). Edit it to read other columns.
+
+    Training with --online reads the prompt alone. A held-out row may have completions or none.
 
     Raises data.SkipRow to skip the row, and utils.InputError to end the run because the row is malformed.
     """
     data.check_row(row)  # refuses rows with a column such as "system", which no script reads
-    prompt, completions = read_pair(row)
-    if args.online:  # trains on samples
-        completions = []
-    return tuple(data.encode(args, tokenizer, eos_ids, prompt, completions))
+    prompt_only = args.online
+    if held_out:
+        prompt_only = row.get("chosen") is None
+    if prompt_only:
+        prompt, completions = read_prompt(row), []
+    else:
+        prompt, completions = read_pair(row)
+    examples = data.encode(args, tokenizer, eos_ids, prompt, completions)
+    if args.online or held_out:  # the rewards of samples read the prompt and, with SCORE, the row
+        kept_row = row if SCORE else None
+        examples = [example._replace(prompt=prompt, row=kept_row) for example in examples]
+    return tuple(examples)
+
+
+def read_prompt(row):
+    """Reads the prompt alone. The completions, which may be missing or broken, can hold it in form 3."""
+    if row.get("prompt") is None and isinstance(row.get("chosen"), list):
+        return row["chosen"][:-1]
+    data.require_columns(row, "prompt")
+    return row["prompt"]
 
 
 def read_pair(row):
-    """Reads the prompt, and [chosen, rejected] or, if the row has neither, [].
+    """Reads the prompt and [chosen, rejected].
 
     A row has one of these forms, where Q stands for one or more messages, of which the last is the user's,
     and A and B are messages of the assistant:
         1. {"prompt": "text", "chosen": "text", "rejected": "text"}
         2. {"prompt": [Q], "chosen": [A], "rejected": [B]}
-        3. {"chosen": [Q, A], "rejected": [Q, B]}, with any prompt, which is not read (UltraFeedback)
+        3. {"chosen": [Q, A], "rejected": [Q, B]}, with or without a "prompt": [Q], or the text of a message
+           of Q (UltraFeedback)
     """
-    chosen, rejected = row.get("chosen"), row.get("rejected")
-    if chosen is None and rejected is None:
-        data.require_columns(row, "prompt")
-        return row["prompt"], []
     data.require_columns(row, "chosen", "rejected")
+    chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, list) and len(chosen) > 1:  # form 3
-        if chosen[:-1] != rejected[:-1]:
-            raise utils.InputError("chosen and rejected must differ only in their last message")
-        return chosen[:-1], [chosen[-1:], rejected[-1:]]
+        messages = chosen[:-1]
+        prompts = [None, messages, *(message["content"] for message in messages)]
+        if rejected[:-1] != messages or row.get("prompt") not in prompts:
+            raise utils.InputError("chosen and rejected must both be the prompt and one more message")
+        return messages, [chosen[-1:], rejected[-1:]]
     data.require_columns(row, "prompt")
     return row["prompt"], [chosen, rejected]
 
@@ -372,7 +402,9 @@ def load_models(args, device, longest: int):
     def load(dtype):
         model = run.load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
         run.check_positions(model.config, longest)
-        # Both models stay in eval mode, because dropout would make them differ at step 0.
+        # Both models stay in eval mode, because dropout would make them differ at step 0. To train with
+        # dropout all the same, call `policy.train()` after `load_models`, whose check of the attention
+        # refuses noise.
         return shard_model(args, model, device).eval()
 
     # "auto" is the dtype of the files: the weights stay memory-mapped, and all ranks of a machine share them.
@@ -380,11 +412,15 @@ def load_models(args, device, longest: int):
     policy = load("auto").to(torch.float32)
     # Loaded in its storage dtype, because a cast to bf16 would also round its buffers (RoPE's frequencies).
     reference = load(run.storage_dtype(args)).requires_grad_(False)
+    # Loading rounds a few buffers (Gemma's embed_scale) to its dtype, which may differ between both models.
+    # The policy takes those of the reference, otherwise log-ratios would not be 0 at step 0.
+    for name, buffer in policy.named_buffers():
+        buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         for block in decoder_blocks(policy):
             # Replaces the block's forward by one that recomputes activations in backward. transformers' own
             # checkpointing needs train mode, which would start dropout.
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = partial(recompute, block.forward, use_reentrant=False)
     for model in (policy, reference):
         # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
         # log-probs would be wrong without any error. Therefore `choose_attention` sets the fastest attention
@@ -487,12 +523,12 @@ class Evaluation(NamedTuple):
     samples: list  # one sample for the prompt of each of the first --eval-samples rows
 
 
-def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Evaluation:
+def evaluate(args, policy, reference, sampler, held_out: list[tuple], initial=None) -> Evaluation:
     """Evaluates the policy on held-out pairs and on samples for the prompts of the first rows.
 
     The pairs give the loss without humanline clipping, where the reference is the initial policy. The samples
-    give their length, whether they finished and, if there is a reward model, their reward and the win rate
-    over the initial policy's samples.
+    give their length, whether they finished, their KL from the initial policy and, if they have rewards, the
+    reward and the win rate over the initial policy's samples.
 
     Args:
         initial: the evaluation of the initial policy, or None when this is that evaluation.
@@ -510,17 +546,16 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
         values["eval/margin"] = chosen - rejected  # β · nats
     # A prompt that stands in several rows is sampled once for each of them.
     prompts = [group[0] for group in held_out[: args.eval_samples]]
-    samples, sample_values = sampler.evaluate(policy, prompts, initial)
-    return Evaluation(values | sample_values, logps, samples)
+    samples, sample_values = sampler.evaluate(policy, reference, prompts, initial)
+    return Evaluation(sample_values | values, logps, samples)  # in this order in the table at the end
 
 
 # === Metrics ===
-def pair_metrics(losses, clipped_log_ratio, logps, mask, beta: float):
-    """Returns loss, rewards and log-probs of each pair, (P,) each."""
+def pair_metrics(clipped_log_ratio, logps, mask, beta: float):
+    """Returns rewards and log-probs of each pair, (P,) each."""
     chosen, rejected = implicit_rewards(clipped_log_ratio, mask, beta)
     chosen_logps, rejected_logps = (logps * mask).sum(-1).chunk(2)
     return {
-        "loss": losses,
         "rewards/margins": chosen - rejected,
         "rewards/accuracies": utils.above(chosen, rejected),
         "rewards/chosen": chosen,

@@ -40,11 +40,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AutoModelForCausalLM
 
 import utils
-from support import data, grading, run, sampling
+from support import checkpoint, data, grading, run, sampling
 
 # === Args ===
 SYSTEM_PROMPT = """Reason step by step before you answer. Write in this format, each tag on a line of its own:
@@ -61,6 +61,7 @@ class Args:
     group_size: int = 8  # samples per problem (G) (Table 2)
     sample_every: int = 64  # optimizer steps between rounds of sampling (S); 1: online (Figure 7: 1 and 64)
     # humanline
+
     # --no-humanline: no humanline clipping (ε still clips), and syncs only when a round starts.
     humanline: bool = True
     # Optimizer steps between syncs of the reference (Table 2: 12 to 24; 1 collapses); 0: syncs only when a
@@ -109,11 +110,12 @@ class Args:
     seed: int = 1  # seed of data order and sampling
     output_dir: str = ""  # run folder; empty: runs/<script>__<seed>__<time>
     resume: str = ""  # run folder to resume; most flags given with it override the run's settings
-    checkpoint_every: int = 100  # steps between checkpoints, with one at the end; 0: only after a signal
+    checkpoint_every: int = 100  # steps between checkpoints, with one at the end; 0: only if a run ends early
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     eval_every: int = 0  # steps between evaluations; 0: only before and after training
     eval_samples: int = 256  # held-out problems to sample completions for; 0: none
     eval_samples_per_problem: int = 4  # samples per held-out problem, for pass@1
+    track: bool = False  # log to Weights & Biases, too (pip install wandb)
 
 
 PAPER = {}  # Table 2 has one column for all variants, the defaults above; S and k are flags
@@ -213,94 +215,105 @@ def main(args: Args):
     warmup_steps = max(1, round(args.warmup_fraction * args.num_steps))
 
     output_dir = run.open_folder(args, __file__)
-    run.print_plan(args, output_dir, policy, tokenizer, problems)
+    run.print_plan(args, output_dir, policy, tokenizer, problems, args.prompts_per_step)
     # A resumed run evaluates the initial policy again: it is the baseline of the report.
-    before = evaluate(args, policy, sampler, grader, held_out)
+    before = evaluate(args, policy, reference, sampler, grader, held_out)
     # progress: the steps that are done, and the pool, which holds groups that were sampled but not yet used.
     # Checkpoints hold it. A new run has no checkpoint and starts at step 0.
-    progress = run.load_checkpoint(args, output_dir, policy, reference, optimizer, problems)
+    progress = checkpoint.load_checkpoint(args, output_dir, policy, reference, optimizer, problems)
     # after the load, so that a failed resume leaves args.json as it was
     run.save_args(args, output_dir, __file__)
     log = run.Log(args, output_dir, progress.step, before)
-    signals = run.Signals()  # in the loop, SIGINT and SIGTERM end the run after the current step
 
-    for step in range(progress.step, args.num_steps):
-        metrics = {"step": step}
-        if step > 0 and args.eval_every and step % args.eval_every == 0:
-            metrics |= log.write_evaluation(step, evaluate(args, policy, sampler, grader, held_out))
-        started = time.perf_counter()
+    # Whatever ends the loop, the last completed step is saved.
+    with checkpoint.save_at_exit(args, output_dir, policy, reference, optimizer, progress) as end_step:
+        for step in range(progress.step, args.num_steps):
+            metrics = {"step": step}
+            if step > 0 and args.eval_every and step % args.eval_every == 0:
+                evaluation = evaluate(args, policy, reference, sampler, grader, held_out)
+                metrics |= log.write_evaluation(step, evaluation)
+            started = time.perf_counter()
 
-        # The global batch, the same on all ranks: groups of the policy's own samples. A round gives the
-        # batches of S steps, which wait in the pool.
-        if not progress.pool:
-            # Without humanline, or with k = 0, the reference is the policy that samples the round, like the
-            # old policy of PPO. Otherwise syncs follow k alone.
-            if not args.humanline or args.k == 0:
-                sync_reference(reference, policy)
-            new_groups, round_metrics = sample_round(args, sampler, grader, policy, problems, step)
-            progress.pool += new_groups
-            metrics |= round_metrics
-        batch = progress.pool[: args.prompts_per_step]
-        del progress.pool[: args.prompts_per_step]
-        examples = [example for group in batch for example in group]
+            # The global batch, the same on all ranks: groups of the policy's own samples. A round gives the
+            # batches of S steps, which wait in the pool.
+            if not progress.pool:
+                # Without humanline, or with k = 0, the reference is the policy that samples the round, like
+                # the old policy of PPO. Otherwise syncs follow k alone.
+                if not args.humanline or args.k == 0:
+                    sync_reference(reference, policy)
+                new_groups, round_metrics = sample_round(args, sampler, grader, policy, problems, step)
+                progress.pool += new_groups
+                metrics |= round_metrics
+            batch = progress.pool[: args.prompts_per_step]
+            examples = [example for group in batch for example in group]
 
-        # The advantages
-        rewards = torch.tensor([example.reward for example in examples], dtype=torch.float64, device=device)
-        rewards = rewards.view(args.prompts_per_step, args.group_size)  # (groups, G)
-        advantages = group_advantages(rewards)  # (groups, G)
-        metrics |= sample_metrics(examples, rewards)
+            # The advantages
+            rewards = torch.tensor(
+                [example.reward for example in examples], dtype=torch.float64, device=device
+            )
+            rewards = rewards.view(args.prompts_per_step, args.group_size)  # (groups, G)
+            advantages = group_advantages(rewards)  # (groups, G)
+            metrics |= sample_metrics(examples, rewards)
 
-        # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
-        # micro-batches. It also sums the gradients over ranks (`shard_model` sets this), but not those of a
-        # penalty on the weights (docs/dpo.md#implementation-details).
-        lengths = [example.length for example in examples]
-        micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
-        completion_tokens = sum(len(example.completion_ids) for example in examples)
-        means = utils.Means()
-        for indices in micro_batches[rank::world]:  # lists of indices; number i is for rank i % world
-            # Padded; `token_logps` packs the sequences again, so that padding costs nothing.
-            input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
+            # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number
+            # of micro-batches. It also sums the gradients over ranks (`shard_model` sets this), but not those
+            # of a penalty on the weights (docs/dpo.md#implementation-details).
+            lengths = [example.length for example in examples]
+            micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
+            completion_tokens = sum(len(example.completion_ids) for example in examples)
+            means = utils.Means()
+            total_loss = torch.zeros((), dtype=torch.float64, device=device)
+            for indices in micro_batches[rank::world]:  # lists of indices; number i is for rank i % world
+                # Padded; `token_logps` packs the sequences again, so that padding costs nothing.
+                input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
 
-            # [:, t] is log π(token t | all tokens before it), in nats, and 0 where mask is 0.
-            with torch.no_grad():  # first, because the policy's activations stay in memory until backward
-                ref_logps = utils.token_logps(reference, input_ids, mask, args.temperature)  # (B, T)
-            logps = utils.token_logps(policy, input_ids, mask, args.temperature)  # (B, T)
-            log_ratio = logps - ref_logps  # (B, T)
-            clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
-            A = advantages.flatten()[indices].to(logps.dtype)  # (B,)
-            losses = grpo_loss(clipped_log_ratio, log_ratio, A, args.beta, args.epsilon)  # (B, T)
-            utils.check_shape("grpo_loss", losses, mask.shape)
-            # summed over ranks: the mean over all completion tokens of the global batch
-            ((losses * mask).sum() / completion_tokens).backward()
+                # [:, t] is log π(token t | all tokens before it), in nats, and 0 where mask is 0.
+                with torch.no_grad():  # first, because the policy's activations stay in memory until backward
+                    ref_logps = utils.token_logps(reference, input_ids, mask, args.temperature)  # (B, T)
+                logps = utils.token_logps(policy, input_ids, mask, args.temperature)  # (B, T)
+                log_ratio = logps - ref_logps  # (B, T)
+                clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
+                A = advantages.flatten()[indices].to(logps.dtype)  # (B,)
+                losses = grpo_loss(clipped_log_ratio, log_ratio, A, args.beta, args.epsilon)  # (B, T)
+                utils.check_shape("grpo_loss", losses, mask.shape)
+                # summed over ranks: the mean over all completion tokens of the global batch
+                loss = (losses * mask).sum() / completion_tokens
+                loss.backward()
+                total_loss += loss.detach()
 
-            means.add(grpo_metrics(losses, clipped_log_ratio, log_ratio, A, args.epsilon), mask)
-            means.add(clipping_metrics(args, log_ratio), mask)
-        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-        metrics["grad_norm"] = grad_norm.full_tensor().item()  # global norm before clipping
-        metrics |= means.reduce()
-        utils.check_finite(metrics)
+                means.add(grpo_metrics(clipped_log_ratio, log_ratio, A, args.epsilon), mask)
+                means.add(clipping_metrics(args, log_ratio), mask)
+            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            metrics["grad_norm"] = grad_norm.full_tensor().item()  # global norm before clipping
+            metrics |= means.reduce()
+            dist.all_reduce(total_loss)
+            metrics["loss"] = total_loss.item()
+            utils.check_finite(metrics)
 
-        # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
-        # takes the weights that produced this gradient, and the update then moves the policy away from them.
-        # A sync after the update would make both models equal. With k = 1 every log-ratio would then be 0,
-        # and no token would be clipped.
-        if args.humanline and args.k > 0 and step % args.k == 0:
-            sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
+            # Until the update is complete, the weights belong to no step, and an error would save nothing.
+            progress.step = None
 
-        # The update. The learning rate rises linearly (warmup: Table 2) and then stays constant.
-        metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
-        for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
-            param_group["lr"] = metrics["lr"]
-        optimizer.step()
-        optimizer.zero_grad()
+            # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
+            # takes the weights that produced this gradient, and the update then moves the policy away from
+            # them. A sync after the update would make both models equal. With k = 1 every log-ratio would
+            # then be 0, and no token would be clipped.
+            if args.humanline and args.k > 0 and step % args.k == 0:
+                sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
 
-        progress.step = step + 1
-        log.write(metrics | run.perf_metrics(started, sum(lengths)))
-        # Writes a checkpoint if one is due. After SIGINT or SIGTERM, all ranks write one and end.
-        run.end_step(args, output_dir, policy, reference, optimizer, progress, signals)
+            # The update. The learning rate rises linearly (warmup: Table 2) and then stays constant.
+            metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
+            for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
+                param_group["lr"] = metrics["lr"]
+            optimizer.step()
+            optimizer.zero_grad()
 
-    signals.release()
-    after = evaluate(args, policy, sampler, grader, held_out)
+            del progress.pool[: args.prompts_per_step]
+            progress.step = step + 1
+            log.write(metrics | run.perf_metrics(started, sum(lengths)))
+            end_step()  # saves if a checkpoint is due; ends the run after SIGINT or SIGTERM
+
+        after = evaluate(args, policy, reference, sampler, grader, held_out)
+
     run.export(output_dir / "final", policy, tokenizer, eos_ids)
     log.report(progress.step, after)
     grader.stop()
@@ -322,18 +335,13 @@ def load_data(args, tokenizer, eos_ids, grader) -> tuple[list, list]:
     return problems, held_out
 
 
-def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
-    """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them."""
-    groups = []
-    skipped = []  # the reasons
-    for number, row in data.read_rows(name, split):
-        try:
-            groups.append(encode_row(args, tokenizer, eos_ids, row))
-        except data.SkipRow as reason:
-            skipped.append(str(reason))
-        except Exception as error:
-            error.add_note(f"{name}, row {number}")
-            raise
+def load_groups(args, tokenizer, eos_ids, name: str, split: str, **options) -> list[tuple]:
+    """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them.
+
+    The ranks of a machine share the work. options: further arguments of `encode_row`.
+    """
+    encode = partial(encode_row, args, tokenizer, eos_ids, **options)
+    groups, skipped = data.encode_rows(name, split, encode)
     data.print_summary(name, eos_ids, groups, skipped)
     return groups
 
@@ -357,7 +365,7 @@ def encode_row(args, tokenizer, eos_ids, row):
     _, opening, rest = tokenizer.decode(example.prompt_ids).rpartition("<think>\n")
     if rest:
         opening = ""
-    return (example._replace(answer=answer, opening=opening, row=row),)
+    return (example._replace(prompt=prompt, answer=answer, opening=opening, row=row),)
 
 
 def draw_batch(groups, number: int, size: int, seed: int):
@@ -384,7 +392,9 @@ def load_models(args, device, longest: int):
     def load(dtype):
         model = run.load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
         run.check_positions(model.config, longest)
-        # Both models stay in eval mode, because dropout would make them differ at step 0.
+        # Both models stay in eval mode, because dropout would make them differ at step 0. To train with
+        # dropout all the same, call `policy.train()` after `load_models`, whose check of the attention
+        # refuses noise.
         return shard_model(args, model, device).eval()
 
     # "auto" is the dtype of the files: the weights stay memory-mapped, and all ranks of a machine share them.
@@ -392,11 +402,15 @@ def load_models(args, device, longest: int):
     policy = load("auto").to(torch.float32)
     # Loaded in its storage dtype, because a cast to bf16 would also round its buffers (RoPE's frequencies).
     reference = load(run.storage_dtype(args)).requires_grad_(False)
+    # Loading rounds a few buffers (Gemma's embed_scale) to its dtype, which may differ between both models.
+    # The policy takes those of the reference, otherwise log-ratios would not be 0 at step 0.
+    for name, buffer in policy.named_buffers():
+        buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         for block in decoder_blocks(policy):
             # Replaces the block's forward by one that recomputes activations in backward. transformers' own
             # checkpointing needs train mode, which would start dropout.
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = partial(recompute, block.forward, use_reentrant=False)
     for model in (policy, reference):
         # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
         # log-probs would be wrong without any error. Therefore `choose_attention` sets the fastest attention
@@ -482,8 +496,8 @@ class Evaluation(NamedTuple):
     samples: list  # one sample for each of the first --eval-samples problems
 
 
-def evaluate(args, policy, sampler, grader, held_out: list[tuple]) -> Evaluation:
-    """Evaluates the policy on samples for held-out problems: rewards, length, and whether they finished.
+def evaluate(args, policy, reference, sampler, grader, held_out: list[tuple]) -> Evaluation:
+    """Evaluates the policy on samples for held-out problems: rewards, length, whether they finished, and KL.
 
     eval/accuracy is pass@1. Values are first averaged over the samples of a problem, so the standard errors
     are over problems.
@@ -496,6 +510,7 @@ def evaluate(args, policy, sampler, grader, held_out: list[tuple]) -> Evaluation
     samples, values, _ = grade_samples(grader, problem_samples)  # values: {name: (N,)}
     # This adds length, finished and reward, which is the weighted sum of the rewards in `values`.
     values |= sampling.sample_statistics(samples)
+    values["kl"] = sampler.kl_from_initial(policy, reference, samples)
     values = {f"eval/{name}": numbers.view(-1, count).mean(1) for name, numbers in values.items()}
     return Evaluation(values, samples[::count])
 
@@ -505,7 +520,8 @@ def evaluate(args, policy, sampler, grader, held_out: list[tuple]) -> Evaluation
 
 WEIGHTS = {"accuracy": 8.0, "format": 1.0, "tag_count": 1.0}  # weights of the rewards (Table 2)
 # Grades an answer. To grade others, for example programs, replace it by the name of a function with the same
-# arguments (docs/grpo_math.md has an example). It runs in a worker with a limit of 100 s.
+# arguments (docs/grpo_math.md has an example). It runs in a worker with limits: 5 s of CPU time, 100 s of
+# wall-clock time, 4 GiB.
 GRADE = grading.grade
 
 
@@ -541,14 +557,16 @@ def grade_samples(grader, groups: list):
     samples = [sample for group in groups for sample in group]
     jobs = [(sample.answer, sample.text, sample.question) for sample in samples]
     verdicts = grading.grade_all(grader, GRADE, jobs)
-    correct = [float(verdict or 0) for verdict in verdicts]
+    correct = [verdict or 0.0 for verdict in verdicts]  # None: wrong
     rewards = {
         "accuracy": correct,
         "format": [format_reward(sample.opening + sample.text) for sample in samples],
         "tag_count": [tag_count_reward(sample.opening + sample.text) for sample in samples],
     }
+    if rewards.keys() != WEIGHTS.keys():
+        raise utils.InputError(f"the rewards {', '.join(rewards)} have the weights {WEIGHTS}")
     rewards = run.broadcast(rewards)  # rank 0's: a reward of your own may differ between ranks
-    rewards = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in rewards.items()}
+    rewards = {name: sampling.as_rewards(numbers, len(samples)) for name, numbers in rewards.items()}
     totals = sum(WEIGHTS[name] * numbers for name, numbers in rewards.items()).tolist()
     graded = []
     for sample, total, is_correct in zip(samples, totals, correct):
@@ -566,18 +584,17 @@ def sample_metrics(examples, rewards):
     }
 
 
-def grpo_metrics(losses, clipped_log_ratio, log_ratio, advantages, epsilon: float):
+def grpo_metrics(clipped_log_ratio, log_ratio, advantages, epsilon: float):
     """Returns the metrics of each token, (B, T) each.
 
     Args:
-        losses, clipped_log_ratio, log_ratio: (B, T) each, as in `grpo_loss`.
+        clipped_log_ratio, log_ratio: (B, T) each, as in `grpo_loss`.
         advantages: (B,). A token is clipped if 1 ± ε stops the gradient of its min(...).
     """
     A = advantages.unsqueeze(-1)  # (B, 1)
     ratio = clipped_log_ratio.detach().exp()
     stopped = ((A > 0) & (ratio > 1 + epsilon)) | ((A < 0) & (ratio < 1 - epsilon))
     return {
-        "loss": losses,
         "grpo/ratio_mean": ratio,
         "grpo/kl": k3(log_ratio),
         "grpo/clip_fraction": stopped.double(),

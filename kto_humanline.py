@@ -26,7 +26,7 @@ prompt alone.
 """
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -36,11 +36,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AutoModelForCausalLM
 
 import utils
-from support import data, run, sampling
+from support import checkpoint, data, run, sampling
 
 
 # === Args ===
@@ -51,10 +51,11 @@ class Args:
     lambda_D: float = 1.1  # λ_D, weight of desirable examples (Table 3)
     lambda_U: float = 1.0  # λ_U, weight of undesirable examples (Table 3)
     # humanline
+
     # --no-humanline: no clipping, and syncs only when an online round starts. With --model, the settings that
     # PAPER names change too.
     humanline: bool = True
-    # Optimizer steps between syncs of the reference (paper: 1; README says which k to begin with); 0: syncs
+    # Optimizer steps between syncs of the reference (paper: 1; a first run: 16, docs/first_run.md); 0: syncs
     # only when an online round starts.
     k: int = 1
     log_epsilon_P: float = -1.5  # log ε_P, minimum of a token's log π_θ/π_ref, in nats (Table 1); -inf: none
@@ -88,13 +89,14 @@ class Args:
     trust_remote_code: bool = False  # run Python code that comes with a model
     # online
     online: bool = False  # train on samples of the policy, drawn in rounds (Algorithm 1)
-    # Classifier with one output, a folder or a Hub name; empty: no rewards. --online requires it, and
-    # evaluation uses it too.
+    # Classifier with one output, a folder or a Hub name; empty: no rewards, or those of SCORE. --online
+    # requires one of the two, and evaluation uses it too.
     reward_model: str = ""
     round_prompts: int = 1024  # prompts per round (Table 1)
     samples_per_prompt: int = 8  # samples per prompt, of which the best and the worst form a pair (Table 1)
     reward_threshold: float = 0.01  # τ: minimum difference of a pair's rewards (Table 1)
     # sampling
+
     # Maximum sampled tokens (paper: 2048). Training truncates samples to --max-length (authors' code).
     max_new_tokens: int = 2048
     temperature: float = 0.7  # sampling temperature (Table 1); log-probs in training use 1
@@ -107,10 +109,11 @@ class Args:
     seed: int = 1  # seed of data order and sampling
     output_dir: str = ""  # run folder; empty: runs/<script>__<seed>__<time>
     resume: str = ""  # run folder to resume; most flags given with it override the run's settings
-    checkpoint_every: int = 100  # steps between checkpoints, with one at the end; 0: only after a signal
+    checkpoint_every: int = 100  # steps between checkpoints, with one at the end; 0: only if a run ends early
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     eval_every: int = 0  # steps between evaluations; 0: only before and after training
     eval_samples: int = 256  # held-out rows whose prompts are sampled, from the first on; 0: none
+    track: bool = False  # log to Weights & Biases, too (pip install wandb)
 
 
 # With --model, what differs from the defaults above in the other variants of Table 3, by (online, humanline)
@@ -140,6 +143,9 @@ TOY = dict(
 )
 # With the lr of TOY, four of five online runs collapsed (docs/kto.md).
 TOY_ONLINE = dict(dataset=f"{FOLDER}/prompts_train.jsonl.gz", lr=1e-4)
+# A Python function can give the rewards of samples, instead of --reward-model. Replace None by its name
+# (docs/first_run.md has an example). It gets a tuple of utils.Example, and returns a list of their rewards.
+SCORE = None
 
 
 # === Loss ===
@@ -153,11 +159,18 @@ def kto_margins(log_ratio, mask, desirable, z_0: float, beta: float):
     """Computes the margins β (r - z_0) or, if undesirable, β (z_0 - r), (B,), with r = Σ_t log_ratio.
 
     Args:
-        log_ratio: (B, T) token log π_θ/π_ref in nats, in training after humanline clipping. mask: (B, T), 1
-            at completion tokens. desirable: (B,) bool. z_0: the reference point, in nats.
+        log_ratio: (B, T) token log π_θ/π_ref in nats, in training after humanline clipping.
+        mask: (B, T), 1 at completion tokens.
+        desirable: (B,) bool.
+        z_0: the reference point, in nats.
     """
-    r = (log_ratio * mask).sum(-1)  # (B,)
+    r = sequence_log_ratio(log_ratio, mask)  # (B,)
     return beta * torch.where(desirable, r - z_0, z_0 - r)
+
+
+def sequence_log_ratio(log_ratio, mask):
+    """Computes r = Σ_t log_ratio of each sequence, (B,). A length normalization here also applies to z_0."""
+    return (log_ratio * mask).sum(-1)
 
 
 def clip_log_ratio(args, log_ratio):
@@ -191,8 +204,7 @@ def reference_point(args, policy, reference, mismatched: list[utils.Example]) ->
     logps, mask = utils.completion_logps(policy, mismatched, args.micro_batch_tokens)  # (B, T) each
     ref_logps, _ = utils.completion_logps(reference, mismatched, args.micro_batch_tokens)  # (B, T)
     log_ratio = clip_log_ratio(args, logps - ref_logps)  # (B, T)
-    mean = (log_ratio * mask).sum() / len(mismatched)
-    return mean.clamp(min=0).item()
+    return sequence_log_ratio(log_ratio, mask).mean().clamp(min=0).item()
 
 
 def mismatch(batch: list[tuple], max_length: int) -> list[utils.Example]:
@@ -214,7 +226,8 @@ def mismatch(batch: list[tuple], max_length: int) -> list[utils.Example]:
 
 # === Training ===
 def main(args: Args):
-    rank, world, device = run.setup(args, args.batch_size)  # also checks the flags, and replaces --dtype auto
+    # Checks the flags, starts the process group, and replaces --dtype auto in args.
+    rank, world, device = run.setup(args, args.batch_size, SCORE)
 
     # The data is read before the models, so that errors in it appear before minutes of loading.
     tokenizer, eos_ids = data.load_tokenizer(args)
@@ -223,7 +236,7 @@ def main(args: Args):
     policy, reference = load_models(args, device, longest)
     # For online rounds and for evaluation. It loads the reward model now, and its engine with the first
     # samples.
-    sampler = sampling.Sampler(args, tokenizer, eos_ids, device, longest)
+    sampler = sampling.Sampler(args, tokenizer, eos_ids, device, longest, SCORE)
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=args.lr,
@@ -234,100 +247,111 @@ def main(args: Args):
     warmup_steps = max(1, round(args.warmup_fraction * args.num_steps))
 
     output_dir = run.open_folder(args, __file__)
-    run.print_plan(args, output_dir, policy, tokenizer, groups)
+    run.print_plan(args, output_dir, policy, tokenizer, groups, groups_per_step)
     # A resumed run evaluates the initial policy again: it is the baseline of every later evaluation.
-    before = evaluate(args, policy, sampler, held_out)
+    before = evaluate(args, policy, reference, sampler, held_out)
     # progress: the steps and rounds that are done, and the pool, which holds groups that were sampled but not
     # yet used. Checkpoints hold it. A new run has no checkpoint and starts at step 0.
-    progress = run.load_checkpoint(args, output_dir, policy, reference, optimizer, groups)
+    progress = checkpoint.load_checkpoint(args, output_dir, policy, reference, optimizer, groups)
     # after the load, so that a failed resume leaves args.json as it was
     run.save_args(args, output_dir, __file__)
     log = run.Log(args, output_dir, progress.step, before)
-    signals = run.Signals()  # in the loop, SIGINT and SIGTERM end the run after the current step
 
-    for step in range(progress.step, args.num_steps):
-        metrics = {"step": step}
-        if step > 0 and args.eval_every and step % args.eval_every == 0:
-            metrics |= log.write_evaluation(step, evaluate(args, policy, sampler, held_out, before))
-        started = time.perf_counter()
+    # Whatever ends the loop, the last completed step is saved.
+    with checkpoint.save_at_exit(args, output_dir, policy, reference, optimizer, progress) as end_step:
+        for step in range(progress.step, args.num_steps):
+            metrics = {"step": step}
+            if step > 0 and args.eval_every and step % args.eval_every == 0:
+                evaluation = evaluate(args, policy, reference, sampler, held_out, before)
+                metrics |= log.write_evaluation(step, evaluation)
+            started = time.perf_counter()
 
-        # The global batch, the same on all ranks: groups of the data set or, online, pairs of samples.
-        if not args.online:
-            batch = draw_batch(groups, step, groups_per_step, args.seed)
-        else:
-            # A round usually gives several batches. The groups that this step does not use wait in the pool,
-            # even if a new round is drawn and the reference synced before they are used.
-            while len(progress.pool) < groups_per_step:
-                sync_reference(reference, policy)  # Algorithm 1, line 3: with and without humanline
-                new_groups, round_metrics = sample_round(args, sampler, policy, groups, progress.round + 1)
-                progress.round += 1
-                progress.pool += new_groups
-                metrics |= round_metrics  # of the newest round
-            batch = progress.pool[:groups_per_step]
-            del progress.pool[:groups_per_step]
-        examples = [example for group in batch for example in group]
+            # The global batch, the same on all ranks: groups of the data set or, online, pairs of samples.
+            if not args.online:
+                batch = draw_batch(groups, step, groups_per_step, args.seed)
+            else:
+                # A round usually gives several batches. The groups that this step does not use wait in the
+                # pool, even if a new round is drawn and the reference synced before they are used.
+                while len(progress.pool) < groups_per_step:
+                    sync_reference(reference, policy)  # Algorithm 1, line 3: with and without humanline
+                    number = progress.round + 1
+                    new_groups, round_metrics = sample_round(args, sampler, policy, groups, number)
+                    progress.round = number
+                    progress.pool += new_groups
+                    metrics |= round_metrics  # of the newest round
+                batch = progress.pool[:groups_per_step]
+            examples = [example for group in batch for example in group]
 
-        # The reference point, for the global batch
-        mismatched = mismatch(batch, args.max_length)
-        z_0 = reference_point(args, policy, reference, mismatched)  # nats
-        metrics["kto/z_0"] = z_0
+            # The reference point, for the global batch
+            mismatched = mismatch(batch, args.max_length)
+            z_0 = reference_point(args, policy, reference, mismatched)  # nats
+            metrics["kto/z_0"] = z_0
 
-        # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
-        # micro-batches. It also sums the gradients over ranks (`shard_model` sets this), but not those of a
-        # penalty on the weights (docs/dpo.md#implementation-details).
-        lengths = [example.length for example in examples]
-        micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
-        means = utils.Means()
-        for indices in micro_batches[rank::world]:  # lists of indices; number i is for rank i % world
-            micro_batch = [examples[i] for i in indices]
-            # Padded; `token_logps` packs the sequences again, so that padding costs nothing.
-            input_ids, mask = utils.pad_batch(micro_batch, device)  # (B, T)
-            desirable = torch.tensor([example.desirable for example in micro_batch], device=device)  # (B,)
+            # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number
+            # of micro-batches. It also sums the gradients over ranks (`shard_model` sets this), but not those
+            # of a penalty on the weights (docs/dpo.md#implementation-details).
+            lengths = [example.length for example in examples]
+            micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
+            means = utils.Means()
+            total_loss = torch.zeros((), dtype=torch.float64, device=device)
+            for indices in micro_batches[rank::world]:  # lists of indices; number i is for rank i % world
+                micro_batch = [examples[i] for i in indices]
+                # Padded; `token_logps` packs the sequences again, so that padding costs nothing.
+                input_ids, mask = utils.pad_batch(micro_batch, device)  # (B, T)
+                labels = [example.desirable for example in micro_batch]
+                desirable = torch.tensor(labels, device=device)  # (B,)
 
-            # [:, t] is log π(token t | all tokens before it), in nats, and 0 where mask is 0.
-            with torch.no_grad():  # first, because the policy's activations stay in memory until backward
-                ref_logps = utils.token_logps(reference, input_ids, mask)  # (B, T)
-            logps = utils.token_logps(policy, input_ids, mask)  # (B, T)
-            log_ratio = logps - ref_logps  # (B, T)
-            clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
-            margins = kto_margins(clipped_log_ratio, mask, desirable, z_0, args.beta)  # (B,)
-            losses = kto_loss(margins, desirable, args.lambda_D, args.lambda_U)  # (B,)
-            utils.check_shape("kto_loss", losses, (len(indices),))
-            (losses.sum() / len(examples)).backward()  # summed over ranks: the mean over the global batch
+                # [:, t] is log π(token t | all tokens before it), in nats, and 0 where mask is 0.
+                with torch.no_grad():  # first, because the policy's activations stay in memory until backward
+                    ref_logps = utils.token_logps(reference, input_ids, mask)  # (B, T)
+                logps = utils.token_logps(policy, input_ids, mask)  # (B, T)
+                log_ratio = logps - ref_logps  # (B, T)
+                clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
+                margins = kto_margins(clipped_log_ratio, mask, desirable, z_0, args.beta)  # (B,)
+                losses = kto_loss(margins, desirable, args.lambda_D, args.lambda_U)  # (B,)
+                utils.check_shape("kto_loss", losses, (len(indices),))
+                loss = losses.sum() / len(examples)  # summed over ranks: the mean over the global batch
+                loss.backward()
+                total_loss += loss.detach()
 
-            means.add({"loss": losses, "rewards/accuracies": utils.above(margins, 0)})
-            rewards = args.beta * (clipped_log_ratio * mask).sum(-1)  # (B,)
-            sums = (logps * mask).sum(-1)  # (B,): log-probs of the completions
-            # As in TRL, "chosen" means desirable and "rejected" means undesirable.
-            means.add({"rewards/chosen": rewards, "logps/chosen": sums}, desirable)
-            means.add({"rewards/rejected": rewards, "logps/rejected": sums}, ~desirable)
-            means.add(clipping_metrics(args, log_ratio), mask)
-        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-        metrics["grad_norm"] = grad_norm.full_tensor().item()  # global norm before clipping
-        metrics |= means.reduce()
-        utils.check_finite(metrics)
+                means.add({"rewards/accuracies": utils.above(margins, 0)})
+                rewards = args.beta * sequence_log_ratio(clipped_log_ratio, mask)  # (B,)
+                sums = (logps * mask).sum(-1)  # (B,): log-probs of the completions
+                # As in TRL, "chosen" means desirable and "rejected" means undesirable.
+                means.add({"rewards/chosen": rewards, "logps/chosen": sums}, desirable)
+                means.add({"rewards/rejected": rewards, "logps/rejected": sums}, ~desirable)
+                means.add(clipping_metrics(args, log_ratio), mask)
+            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            metrics["grad_norm"] = grad_norm.full_tensor().item()  # global norm before clipping
+            metrics |= means.reduce()
+            dist.all_reduce(total_loss)
+            metrics["loss"] = total_loss.item()
+            utils.check_finite(metrics)
 
-        # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
-        # takes the weights that produced this gradient, and the update then moves the policy away from them.
-        # A sync after the update would make both models equal. With k = 1 every log-ratio would then be 0,
-        # and no token would be clipped.
-        if args.humanline and args.k > 0 and step % args.k == 0:
-            sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
+            # Until the update is complete, the weights belong to no step, and an error would save nothing.
+            progress.step = None
 
-        # The update. The learning rate rises linearly (warmup: Table 1) and then stays constant.
-        metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
-        for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
-            param_group["lr"] = metrics["lr"]
-        optimizer.step()
-        optimizer.zero_grad()
+            # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
+            # takes the weights that produced this gradient, and the update then moves the policy away from
+            # them. A sync after the update would make both models equal. With k = 1 every log-ratio would
+            # then be 0, and no token would be clipped.
+            if args.humanline and args.k > 0 and step % args.k == 0:
+                sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
 
-        progress.step = step + 1
-        log.write(metrics | run.perf_metrics(started, sum(lengths)))
-        # Writes a checkpoint if one is due. After SIGINT or SIGTERM, all ranks write one and end.
-        run.end_step(args, output_dir, policy, reference, optimizer, progress, signals)
+            # The update. The learning rate rises linearly (warmup: Table 1) and then stays constant.
+            metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
+            for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
+                param_group["lr"] = metrics["lr"]
+            optimizer.step()
+            optimizer.zero_grad()
 
-    signals.release()
-    after = evaluate(args, policy, sampler, held_out, before)
+            del progress.pool[:groups_per_step]  # offline, the pool is empty
+            progress.step = step + 1
+            log.write(metrics | run.perf_metrics(started, sum(lengths)))
+            end_step()  # saves if a checkpoint is due; ends the run after SIGINT or SIGTERM
+
+        after = evaluate(args, policy, reference, sampler, held_out, before)
+
     run.export(output_dir / "final", policy, tokenizer, eos_ids)
     log.report(progress.step, after)
     dist.barrier()  # all ranks wait until rank 0 has written everything
@@ -345,43 +369,43 @@ def load_data(args, tokenizer, eos_ids) -> tuple[list, list, int]:
     groups = load_groups(args, tokenizer, eos_ids, args.dataset, args.dataset_split)
     held_out = []
     if args.eval_dataset:
-        offline = replace(args, online=False)  # held-out completions are read, also with --online
-        held_out = load_groups(offline, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
+        held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split, held_out=True)
     group_size = 2 if args.online else len(groups[0])  # online, each prompt becomes a pair
     groups_per_step = args.batch_size // group_size
     if not args.online:
         data.check_groups(args.dataset, groups, group_size, groups_per_step)
         labels = [example.desirable for group in groups for example in group]
-        if None in labels:
-            raise utils.InputError(f"--dataset {args.dataset}: a prompt alone needs --online")
         run.print_main(f"labels: {labels.count(True)} true, {labels.count(False)} false (KTO expects both)")
     return groups, held_out, groups_per_step
 
 
-def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
-    """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them."""
-    groups = []
-    skipped = []  # the reasons
-    for number, row in data.read_rows(name, split):
-        try:
-            groups.append(encode_row(args, tokenizer, eos_ids, row))
-        except data.SkipRow as reason:
-            skipped.append(str(reason))
-        except Exception as error:
-            error.add_note(f"{name}, row {number}")
-            raise
+def load_groups(args, tokenizer, eos_ids, name: str, split: str, **options) -> list[tuple]:
+    """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them.
+
+    The ranks of a machine share the work. options: further arguments of `encode_row`.
+    """
+    encode = partial(encode_row, args, tokenizer, eos_ids, **options)
+    groups, skipped = data.encode_rows(name, split, encode)
     data.print_summary(name, eos_ids, groups, skipped)
     return groups
 
 
-def encode_row(args, tokenizer, eos_ids, row):
+def encode_row(args, tokenizer, eos_ids, row, held_out: bool = False):
     """Returns a labelled Example, a pair, or the prompt alone, as a tuple. Edit it to read other columns.
+
+    Training with --online reads the prompt alone. A held-out row may have completions or none.
 
     Raises data.SkipRow to skip the row, and utils.InputError to end the run because the row is malformed.
     """
     data.check_row(row)  # refuses rows with a column such as "system", which no script reads
-    if row.get("label") is not None:
-        data.require_columns(row, "prompt", "completion")
+    prompt_only = args.online
+    if held_out:
+        prompt_only = row.get("completion") is None and row.get("chosen") is None
+    if prompt_only:
+        prompt, completions = read_prompt(row), []
+        labels = [None]
+    elif row.get("completion") is not None:
+        data.require_columns(row, "prompt", "label")
         if row["label"] not in (0, 1):  # false and true are 0 and 1
             raise utils.InputError("label must be true or false")
         prompt = row["prompt"]
@@ -390,32 +414,40 @@ def encode_row(args, tokenizer, eos_ids, row):
     else:
         prompt, completions = read_pair(row)
         labels = [True, False]
-    if args.online:  # trains on samples
-        completions = []
     examples = data.encode(args, tokenizer, eos_ids, prompt, completions)
-    if completions:
-        examples = [example._replace(desirable=label) for example, label in zip(examples, labels)]
+    examples = [example._replace(desirable=label) for example, label in zip(examples, labels)]
+    if args.online or held_out:  # the rewards of samples read the prompt and, with SCORE, the row
+        kept_row = row if SCORE else None
+        examples = [example._replace(prompt=prompt, row=kept_row) for example in examples]
     return tuple(examples)
 
 
+def read_prompt(row):
+    """Reads the prompt alone. The completions, which may be missing or broken, can hold it in form 3."""
+    if row.get("prompt") is None and isinstance(row.get("chosen"), list):
+        return row["chosen"][:-1]
+    data.require_columns(row, "prompt")
+    return row["prompt"]
+
+
 def read_pair(row):
-    """Reads the prompt, and [chosen, rejected] or, if the row has neither, [].
+    """Reads the prompt and [chosen, rejected].
 
     A row has one of these forms, where Q stands for one or more messages, of which the last is the user's,
     and A and B are messages of the assistant:
         1. {"prompt": "text", "chosen": "text", "rejected": "text"}
         2. {"prompt": [Q], "chosen": [A], "rejected": [B]}
-        3. {"chosen": [Q, A], "rejected": [Q, B]}, with any prompt, which is not read (UltraFeedback)
+        3. {"chosen": [Q, A], "rejected": [Q, B]}, with or without a "prompt": [Q], or the text of a message
+           of Q (UltraFeedback)
     """
-    chosen, rejected = row.get("chosen"), row.get("rejected")
-    if chosen is None and rejected is None:
-        data.require_columns(row, "prompt")
-        return row["prompt"], []
     data.require_columns(row, "chosen", "rejected")
+    chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, list) and len(chosen) > 1:  # form 3
-        if chosen[:-1] != rejected[:-1]:
-            raise utils.InputError("chosen and rejected must differ only in their last message")
-        return chosen[:-1], [chosen[-1:], rejected[-1:]]
+        messages = chosen[:-1]
+        prompts = [None, messages, *(message["content"] for message in messages)]
+        if rejected[:-1] != messages or row.get("prompt") not in prompts:
+            raise utils.InputError("chosen and rejected must both be the prompt and one more message")
+        return messages, [chosen[-1:], rejected[-1:]]
     data.require_columns(row, "prompt")
     return row["prompt"], [chosen, rejected]
 
@@ -444,7 +476,9 @@ def load_models(args, device, longest: int):
     def load(dtype):
         model = run.load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
         run.check_positions(model.config, longest)
-        # Both models stay in eval mode, because dropout would make them differ at step 0.
+        # Both models stay in eval mode, because dropout would make them differ at step 0. To train with
+        # dropout all the same, call `policy.train()` after `load_models`, whose check of the attention
+        # refuses noise.
         return shard_model(args, model, device).eval()
 
     # "auto" is the dtype of the files: the weights stay memory-mapped, and all ranks of a machine share them.
@@ -452,11 +486,15 @@ def load_models(args, device, longest: int):
     policy = load("auto").to(torch.float32)
     # Loaded in its storage dtype, because a cast to bf16 would also round its buffers (RoPE's frequencies).
     reference = load(run.storage_dtype(args)).requires_grad_(False)
+    # Loading rounds a few buffers (Gemma's embed_scale) to its dtype, which may differ between both models.
+    # The policy takes those of the reference, otherwise log-ratios would not be 0 at step 0.
+    for name, buffer in policy.named_buffers():
+        buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         for block in decoder_blocks(policy):
             # Replaces the block's forward by one that recomputes activations in backward. transformers' own
             # checkpointing needs train mode, which would start dropout.
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = partial(recompute, block.forward, use_reentrant=False)
     for model in (policy, reference):
         # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
         # log-probs would be wrong without any error. Therefore `choose_attention` sets the fastest attention
@@ -561,13 +599,13 @@ class Evaluation(NamedTuple):
     samples: list  # one sample for the prompt of each of the first --eval-samples rows
 
 
-def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Evaluation:
+def evaluate(args, policy, reference, sampler, held_out: list[tuple], initial=None) -> Evaluation:
     """Evaluates the policy on held-out examples and on samples for the prompts of the first rows.
 
     The examples give the loss without humanline clipping, where the reference is the initial policy. There
     z_0 is 0, because an estimate would make the value of an example depend on the other examples. The samples
-    give their length, whether they finished and, if there is a reward model, their reward and the win rate
-    over the initial policy's samples.
+    give their length, whether they finished, their KL from the initial policy and, if they have rewards, the
+    reward and the win rate over the initial policy's samples.
 
     Args:
         initial: the evaluation of the initial policy, or None when this is that evaluation.
@@ -585,8 +623,8 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
         values["eval/margin"] = margins  # β · nats
     # A prompt that stands in several rows is sampled once for each of them.
     prompts = [group[0] for group in held_out[: args.eval_samples]]
-    samples, sample_values = sampler.evaluate(policy, prompts, initial)
-    return Evaluation(values | sample_values, logps, samples)
+    samples, sample_values = sampler.evaluate(policy, reference, prompts, initial)
+    return Evaluation(sample_values | values, logps, samples)  # in this order in the table at the end
 
 
 # === Metrics ===
