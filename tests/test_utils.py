@@ -10,11 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import varlen_kernel
-from conftest import PAIRS, TOY, metrics, parse_args, run_ranks
-from step import PAIRS as LENGTHS
+from helpers import PAIRS, TOY, metrics, note_batches, parse_args, run_here, run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from worker import note_batches, run_here
 
 import dpo_humanline
 import utils
@@ -563,15 +561,14 @@ def settings_of_a_gpu(monkeypatch):
     AttentionInterface.register("varlen", utils.varlen_attention)
 
 
-def shrunk_pairs(count: int) -> list[Example]:
-    """Returns chosen and rejected completions of the benchmark's pairs, with a sixteenth of their tokens."""
+def draw_pairs() -> list[Example]:
+    """Returns chosen and rejected completions of two pairs, with a sixteenth of the tokens of real ones."""
     draw = random.Random(0)
     examples = []
-    for side in (1, 2):
-        for lengths in LENGTHS[:count]:
-            prompt_ids = draw.choices(range(5, 30), k=lengths[0] // 16 + 2)
-            completion_ids = draw.choices(range(5, 30), k=lengths[side] // 16 + 2)
-            examples.append(Example("", prompt_ids, completion_ids))
+    for prompt, completion in ((40, 357), (26, 440), (40, 121), (26, 155)):
+        prompt_ids = draw.choices(range(5, 30), k=prompt // 16 + 2)
+        completion_ids = draw.choices(range(5, 30), k=completion // 16 + 2)
+        examples.append(Example("", prompt_ids, completion_ids))
     return examples
 
 
@@ -590,7 +587,7 @@ def test_a_micro_batch_launches_few_operators(name, settings_of_a_gpu, one_rank)
         dpo_humanline.shard_model(args, model, torch.device("cpu")).eval().set_attn_implementation("varlen")
         models.append(model)
     policy, reference = models
-    input_ids, mask = pad_batch(shrunk_pairs(2), "cpu")
+    input_ids, mask = pad_batch(draw_pairs(), "cpu")
     for _ in range(2):
         with Count() as count:
             with torch.no_grad():
