@@ -376,7 +376,7 @@ def rounds(tmp_path_factory):
 
 
 def test_best_and_worst_make_a_pair():
-    samples = [Example("", [1], [10 + i], reward) for i, reward in enumerate((0.3, 0.9, 0.1))]
+    samples = [Example("", [1], [10 + i], reward=reward) for i, reward in enumerate((0.3, 0.9, 0.1))]
     pair = best_and_worst(samples, 0.5)
     assert [(x.completion_ids, x.reward) for x in pair] == [([11], 0.9), ([12], 0.1)]
     assert best_and_worst(samples, 0.81) == () and best_and_worst(samples[:1] * 2, 0) == ()
@@ -428,7 +428,7 @@ def test_samples_are_truncated_after_they_are_scored_and_get_no_eos_token():
 
     def sample(policy, prompts, count, seed):
         completions = ([10] * 9 + [5], [11, 5], [12] * 9 + [5], [13, 5])
-        samples = [Example("x", [1, 2], ids, float(-number)) for number, ids in enumerate(completions)]
+        samples = [Example("x", [1, 2], ids, reward=float(-number)) for number, ids in enumerate(completions)]
         return [samples for _ in prompts], {}
 
     args = Args(max_length=6, round_prompts=2, samples_per_prompt=4)
