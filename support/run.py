@@ -503,6 +503,10 @@ def append_line(path: Path, line: dict):
 
 def keep_steps_before(start: int, path: Path):
     """Removes all lines from a .jsonl file but those of earlier steps."""
-    if path.exists():
-        lines = path.read_text().splitlines(keepends=True)
-        write_file(path, "".join(line for line in lines if json.loads(line)["step"] < start))
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines(keepends=True):
+        if line.endswith("\n") and json.loads(line)["step"] < start:  # a full disk leaves a part of a line
+            kept.append(line)
+    write_file(path, "".join(kept))
