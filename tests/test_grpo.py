@@ -345,6 +345,6 @@ def test_pairs_and_prompts_can_be_evaluated_and_ties_are_no_pairs(data, tmp_path
         run += ["--dataset", data["groups"], "--group-size", "4"]
     run_here(grpo_humanline, *run, "--output-dir", tmp_path / "run")
     after = json.loads((tmp_path / "run" / "summary.json").read_text())["after"]
-    names = of_groups | {"reward", "win_rate", "length", "finished"}
+    names = of_groups | {"reward", "win_rate", "length", "finished", "kl"}
     assert after.keys() == {f"eval/{name}" for name in names}
     assert after.get("eval/margin", [1])[0] > 0.1
