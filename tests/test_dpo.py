@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -278,6 +279,46 @@ def folders(tmp_path_factory) -> list[str]:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sharded_models_have_the_logits_of_the_unsharded_one_bit_for_bit(folders, ranks):
     run_ranks(ranks, folders, compare_models)
+
+
+def measure_loading(script, folder: str):
+    """Prints the peak of the summed memory of all ranks while they load, in bytes beyond what they had."""
+    run.setup(Args(model="any", dataset="any", dtype="float32"), batch_size=12)
+    load(script, f"{folder}-small", "bfloat16")  # for the imports, and what is allocated once
+    pids, readings, done = run.gather(os.getpid()), [], threading.Event()
+
+    def read():  # pages that ranks share count once
+        rollups = [open(f"/proc/{pid}/smaps_rollup").read() for pid in pids]
+        readings.append(sum(int(text.partition("\nPss:")[2].split()[0]) for text in rollups) * 1024)
+
+    def watch():
+        while not done.wait(0.02):
+            read()
+
+    read()
+    torch.distributed.barrier()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    models = load(script, folder, "bfloat16")
+    torch.distributed.barrier()
+    done.set()
+    thread.join()
+    parameters = sum(p.numel() for p in models[0].parameters())
+    print("\n" + json.dumps({"peak": max(readings) - readings[0], "parameters": parameters}))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_machine_share_the_pages_of_the_files(tmp_path):
+    """The policy takes 4 bytes a parameter, the reference 2, as the files. A copy on each rank takes more."""
+    sizes = SIZES | {"hidden_size": 768, "intermediate_size": 3072, "head_dim": 64, "vocab_size": 8000}
+    for name, layers in (("model", 9), ("model-small", 1)):
+        config = AutoConfig.for_model("llama", **sizes | {"num_hidden_layers": layers})
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(tmp_path / name, max_shard_size="80MB")
+    said = run_ranks(3, [str(tmp_path / "model")], measure_loading)
+    found = json.loads(next(line for line in said.splitlines() if line.startswith('{"peak"')))
+    assert found["parameters"] > 7e7 and found["peak"] < 1.2 * (4 + 2 + 2) * found["parameters"]
 
 
 def test_recomputed_activations_and_other_dtypes_train_the_same_curve(tmp_path):
