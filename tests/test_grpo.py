@@ -95,14 +95,6 @@ def test_advantages_by_hand():
         assert found == [pytest.approx(wanted, rel=1e-12), pytest.approx(wanted[::-1], rel=1e-12)]
 
 
-def test_a_reward_that_is_nan_is_not_hidden():
-    """It gave the whole group an advantage of 0, and such a run trained on nothing."""
-    assert group_advantages(torch.tensor([[1.0, math.nan], [1.0, 0.0]])).isnan().tolist() == [
-        [True] * 2,
-        [False] * 2,
-    ]
-
-
 def test_scores_that_are_too_close_make_no_pair_and_the_row_is_skipped_with_its_reason():
     tokenizer, eos_ids = load_tokenizer(Args(model=str(TOY / "policy")))
     row = {"prompt": "about cat", "completions": ["the small dog .", "the old cat ."], "scores": [1, 0]}
