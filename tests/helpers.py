@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import utils
 from support import grading, run, sampling
-from support.data import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"  # real data, where there is any
@@ -324,30 +323,6 @@ def full_logps(model, input_ids, mask, temperature=1.0):
     logits = model(input_ids).logits / temperature
     logps = logits[:, :-1].log_softmax(-1).gather(2, input_ids[:, 1:, None]).squeeze(2)
     return torch.nn.functional.pad(logps, (1, 0)) * mask
-
-
-def padded_groups(path) -> dict:
-    """Returns ids and masks of all sequences of groups of four, padded for TRL, and their advantages."""
-    from grpo_humanline import Args, encode_row, group_advantages
-
-    tokenizer, eos_ids = load_tokenizer(Args(model=str(ROOT / "toy" / "tales" / "policy")))
-    groups = [encode_row(Args(group_size=4), tokenizer, eos_ids, row) for row in read_rows(path)]
-    examples = [example for group in groups for example in group]
-    rewards = torch.tensor([[x.reward for x in group] for group in groups], dtype=torch.float64)
-    inputs = {"advantages": group_advantages(rewards).flatten()}
-    for name, side in (("prompt", "left"), ("completion", "right")):
-        ids = [getattr(example, f"{name}_ids") for example in examples]
-        inputs[f"{name}_ids"] = utils.pad_rows(ids, "cpu", side=side).long()
-        inputs[f"{name}_mask"] = utils.pad_rows([[1] * len(row) for row in ids], "cpu", side=side)
-    return inputs
-
-
-def completion_logps(model, inputs):
-    """Returns the log-probs of all completion tokens of `padded_groups`, (B, T)."""
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-    seen = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-    logits = model(input_ids=ids, attention_mask=seen).logits[:, inputs["prompt_ids"].shape[1] - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, inputs["completion_ids"][..., None])[..., 0]
 
 
 def toy_rows(toy: Path, count: int) -> list[dict]:

@@ -1,35 +1,31 @@
-"""Runs main of a script, or rows of benchmark/cuda_rows.py, on a pretended GPU.
+"""A worker that runs main of a script on a pretended GPU, to test without a GPU what only CUDA runs.
 
 A tensor "on the GPU" is an `OnGpu`, whose numbers are on the CPU. Operations that CUDA would refuse raise
 errors, and CUDA's own kernels are replaced. What the test checks is printed as JSON.
 """
 
 import contextlib
-import importlib
 import inspect
 import json
 import os
-import sys
 from collections import Counter
 from operator import attrgetter
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from conftest import parse_args
+from helpers import run_main
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import modeling_utils
-from worker import argument_lists
 
 import utils
 from support import sampling
 
-GPU = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+GPU = torch.device("cuda", 0)  # `run_on_gpu` sets that of the rank
 CPU = torch.device("cpu")
 # These operators take tensors of both devices.
 ACROSS = ("aten::copy_", "aten::_to_copy", "aten::_foreach_copy_", "aten::index", "aten::index_put_")
@@ -249,45 +245,15 @@ def pretended(script):
         yield
 
 
-def run_rows(names):
-    """Runs rows of benchmark/cuda_rows.py at toy size, where every time is 1 s. Prints their figures."""
-    import cuda_rows as rows
-
-    build = rows.build
-
-    def snapshot():
-        set_by_setup = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True"
-        return {"allocator_settings": {"expandable_segments": set_by_setup}}
-
-    def build_on_gpu(dtype):
-        # transformers would ask torch.tensor([]) for the device, which needs CUDA.
-        with patch.object(modeling_utils, "get_torch_context_manager_or_global_device", lambda: GPU):
-            return build(dtype)
-
-    small = dict(CUDA=True, DEVICE=GPU, MODEL="toy", LENGTH=64, HEAD=(256, 64, 10_000), build=build_on_gpu)
-    small["timed"] = lambda function, *args: (1.0, function(*args))
-    with (
-        pretended(rows.DPO),
-        patch.object(torch.cuda.memory, "_snapshot", snapshot),
-        patch(f"{__name__}.check", lambda name, args: None),  # rows compare with fp32
-        patch.multiple(rows, **small),
-    ):
-        figures = {name: getattr(rows, name)() for name in names}
-    print(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    if os.environ["SCRIPT"] == "cuda_rows":
-        run_rows(*json.loads(sys.argv[1]))
-        sys.exit()
-    script = importlib.import_module(os.environ["SCRIPT"])
-    for arguments in argument_lists():
-        facts.clear()
-        torch.backends.cuda.enable_cudnn_sdp(True)
-        with pretended(script):
-            script.main(parse_args(script, arguments))
-            for model in reward_models:
-                for weight in model.parameters():
-                    facts[f"reward model on {weight.device.type}"] += 1
-        facts["cuDNN"] = torch.backends.cuda.cudnn_sdp_enabled()
-        print(json.dumps(facts))
+def run_on_gpu(script, arguments: list):
+    """Runs main, and prints how often each kernel ran and where the tensors were."""
+    global GPU
+    GPU = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    with pretended(script):
+        run_main(script, arguments)
+        for model in reward_models:
+            for weight in model.parameters():
+                facts[f"reward model on {weight.device.type}"] += 1
+    facts["cuDNN"] = torch.backends.cuda.cudnn_sdp_enabled()
+    print("\n" + json.dumps(facts))
