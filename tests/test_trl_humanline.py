@@ -1,4 +1,4 @@
-"""contrib/trl_humanline.py: beside TRL's trainers, our scripts and plain loops; its guards; the page's script.
+"""contrib/trl_humanline.py: beside TRL's trainers, scripts and plain loops; its guards; the page's script.
 
 Everything but the page's script runs on the toy `tales`, in float32. Two processes run this file itself.
 """
