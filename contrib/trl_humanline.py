@@ -121,12 +121,11 @@ class Humanline:
             value = getattr(args, name, values[0])
             choices = " or ".join(map(repr, values))
             require(value in values, f"{name} must be {choices}, and is {value!r}")
-        # TRL's and transformers' decisions all read this name. Some arguments set it to "loss".
-        metric = getattr(args, "metric_for_best_model", None)
+        # All decisions of transformers read this name, and some arguments set it to "loss".
+        metric = getattr(args, "metric_for_best_model", None) or ""
+        moves = self.k > 0 or not self.keeps_reference
         require(
-            not metric
-            or not re.search(self.relative_metrics, metric)
-            or (self.k == 0 and self.keeps_reference),
+            not (moves and re.search(self.relative_metrics, metric)),
             f"metric_for_best_model={metric!r} is relative to a reference that moves, so it cannot decide for"
             " load_best_model_at_end, save_strategy='best', early stopping or a plateau's lr_scheduler_type:"
             " switch these off, or name another metric",
@@ -136,23 +135,17 @@ class Humanline:
         """Stops dropout that TRL's disable_dropout has left on, such as a module's plain number."""
         for path, module in self.model.named_modules():
             for name, rate in vars(module).items():
-                noisy = (
-                    isinstance(rate, float)
-                    and rate > 0
-                    and "drop" in f"{type(module).__name__}.{name}".lower()
-                )
+                drops = "drop" in f"{type(module).__name__}.{name}".lower()
                 require(
-                    not noisy,
+                    not (drops and isinstance(rate, float) and rate > 0),
                     f"{path}.{name} is {rate}, and log-ratios would measure this dropout: set it to 0 in the"
                     " model's config, in the LoraConfig, or with disable_dropout=True",
                 )
 
     def make_reference(self, passed):
         """Makes the reference equal to the policy if the user passed none, and checks what a sync copies."""
-        require(
-            not self.is_deepspeed_enabled, "DeepSpeed updates weights in backward, before a sync: use DDP"
-        )
-        require(not self.is_fsdp_enabled, "FSDP has not been tried: use DDP, or the repository's scripts")
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        require(not sharded, "use DDP, because no sync reaches the shards of DeepSpeed and FSDP")
         if is_peft_model(self.model) and "ref" not in self.model.peft_config:  # TRL has used `peft_config`
             self.model.add_adapter("ref", self.model.peft_config["default"])
             if self.args.disable_dropout:
