@@ -106,12 +106,15 @@ class Humanline:
         self.k, self.bounds = k, (log_epsilon_P, log_epsilon_R)
         self.humanline = {"k": k, "log_epsilon_P": log_epsilon_P, "log_epsilon_R": log_epsilon_R}
         self.check_settings(args)
-        adapter = kwargs.get("peft_config") or getattr(model, "peft_config", {}).get("default")
+        ref_model = kwargs.get("ref_model")
         if self.keeps_reference:
-            check_adapter(adapter, kwargs.get("ref_model"))
+            adapter = kwargs.get("peft_config") or getattr(model, "peft_config", {}).get("default")
+            check_adapter(adapter, ref_model)
+        if isinstance(ref_model, str):
+            kwargs["ref_model"] = load_reference(ref_model, model, args)
         super().__init__(model, args=args, **kwargs)
         if self.keeps_reference:
-            self.make_reference(passed=kwargs.get("ref_model") is not None)
+            self.make_reference(passed=ref_model is not None)
         self.check_dropout()
         self.add_callback(HumanlineCallback(self))
 
@@ -233,6 +236,14 @@ def check_adapter(config, ref_model):
     )
 
 
+def load_reference(name, model, args):
+    """Loads a reference by its name, as TRL loads a policy or as the policy is."""
+    settings = dict(getattr(args, "model_init_kwargs", None) or {}, device_map=None)
+    if not isinstance(model, str):
+        settings |= dict(dtype=model.dtype, attn_implementation=model.config._attn_implementation)
+    return trl_utils.create_model_from_path(name, **settings)
+
+
 class HumanlineOnSums(Humanline):
     """Adds humanline to DPO and KTO.
 
@@ -241,11 +252,6 @@ class HumanlineOnSums(Humanline):
     """
 
     def __init__(self, model, ref_model=None, args=None, **kwargs):
-        if isinstance(ref_model, str):
-            settings = dict(getattr(args, "model_init_kwargs", None) or {}, device_map=None)
-            if not isinstance(model, str):
-                settings |= dict(dtype=model.dtype, attn_implementation=model.config._attn_implementation)
-            ref_model = trl_utils.create_model_from_path(ref_model, **settings)
         super().__init__(model, ref_model=ref_model, args=args, **kwargs)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
