@@ -350,7 +350,7 @@ def run_both(kind, model, folder, k, bounds=(-0.1, 0.05), beta=0.1, loss_type="d
     """Trains a trainer of a file and the plain loop; returns both."""
     settings = dict(gradient_accumulation_steps=2)
     if kind is GRPO:
-        settings = dict(max_steps=9, loss_type=loss_type, beta=beta, **SEVERAL)
+        settings = dict(max_steps=10, loss_type=loss_type, beta=beta, **SEVERAL)
         loss_of = partial(plain_grpo, beta=beta, loss_type=loss_type)
     elif kind is KTO:
         settings["desirable_weight"] = 1.5
@@ -385,7 +385,7 @@ def test_losses_and_weights_are_those_of_a_plain_loop(kind, model, k, settings, 
     for name in ("default", "ref"):
         for layer, factors in read_weights(trainer, name).items():
             for found, expected in zip(factors, loop[name][layer], strict=True):
-                assert (found - expected).abs().max() < 5e-6, (name, layer)
+                assert (found - expected).abs().max() < 2e-5, (name, layer)
     clipped = max(values(trainer, "humanline/clipped_low") + values(trainer, "humanline/clipped_high"))
     assert clipped > 0.03 or "bounds" in settings
 
