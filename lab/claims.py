@@ -442,6 +442,10 @@ def chat_tuning() -> list[str]:
     ]
 
 
+def loss_before_training() -> list[str]:
+    return written(3, np.log(2))
+
+
 def minutes_of_chat() -> list[str]:
     minutes = read("chat", "").query("panel == 'chat polite'").seconds / 60
     return written(0, minutes.min(), minutes.max())
@@ -574,6 +578,7 @@ CLAIMS = [
     Claim("docs/dpo.md", "stories.csv, baselines.csv, hypo.csv", k_of_dpo),
     Claim("docs/dpo.md", "learning.csv", ends_of_the_default_run),
     Claim("docs/dpo.md", "untrained.csv", before_low_entropy),
+    Claim("lab/chat/README.md", "log 2", loss_before_training),
     Claim("lab/chat/README.md docs/first_run.md", "chat.csv", minutes_of_chat),
     Claim("lab/controls/README.md", "controls.csv, the tuning", seeds_without_a_clip),
     Claim("lab/controls/README.md", "controls.csv", recovered_accuracy),
