@@ -4,15 +4,15 @@
     python -m lab.run lab/rate/commands.txt --score   # also the scores of the toys' hidden judges
     python -m lab.compare rate --metric curve
 
-A line of the file is a run: panel, arm, instance and command, separated by |. A line without | is a command that
-prepares data. Such lines are run first, one after the other. # begins a comment:
+A line of the file is a run: panel, arm, instance and command, separated by |. A line without | is a command
+that prepares data. Such lines are run first, one after the other. # begins a comment:
 
     python toy/make.py --tasks shell_game --seed 1 --out runs/games/1
-    game | humanline | 1 | python grpo_math_humanline.py --model runs/games/1/shell_game/policy --k 16 --seed 21
+    game | humanline | 1 | python grpo_math_humanline.py --k 16 --seed 21 --model runs/games/1/shell_game/policy
     game | no clip | 1 | python grpo_math_humanline.py --no-humanline --epsilon 1e9 --seed 21
 
-Columns of a row, beside those of the line: seed, commit, processor, versions, seconds, `failed` (the error of a run
-that did not end well), the evaluation after training, and
+Columns of a row, beside those of the line: seed, commit, processor, versions, seconds, `failed` (the error of
+a run that did not end well), the evaluation after training, and
 
     clipped         share of tokens beyond humanline's bounds, clipped or not, mean over steps
     grad_norm_max   largest gradient norm
@@ -106,7 +106,8 @@ def make_row(run: dict, at: str, score: bool) -> dict:
     row |= {name: version(name) for name in ("torch", "transformers")}
     row |= {"seconds": round(time.monotonic() - started, 1), "failed": ""}
     if done.returncode:
-        return row | {"failed": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+        errors = re.findall(r"^\w*[eE]rror: .*", done.stderr, re.MULTILINE) or done.stderr.splitlines()
+        return row | {"failed": errors[-1] if errors else f"exit code {done.returncode}"}
     if score:
         check(shell(f"{sys.executable} -m lab.score {folder}"))
     row |= read_run(folder)
@@ -125,8 +126,7 @@ def read_run(folder: Path) -> dict:
         row |= json.loads((folder / "score.json").read_text())
     row["clipped"] = fmean(step["humanline/clipped_low"] + step["humanline/clipped_high"] for step in steps)
     row["grad_norm_max"] = max(step["grad_norm"] for step in steps)
-    name = "eval/reward" if "eval/reward" in steps[-1] or "eval/reward" in row else "eval/accuracy"
-    name = "eval/accuracy" if "math" in args.get("script", "") else name
+    name = "eval/reward" if "eval/reward" in row and "eval/format" not in row else "eval/accuracy"
     curve = {step["step"]: step[name] for step in steps if name in step and step["step"]}
     if curve:
         curve[len(steps)] = row[name]

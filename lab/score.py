@@ -2,8 +2,8 @@
 
     python -m lab.score runs/some_run    # writes runs/some_run/score.json
 
-On stories the file has the following means over two samples of each test prompt, on other toys only `judge`, of the
-samples of the run's last evaluation.
+On stories the file has the following means over two samples of each test prompt. On other toys it has only
+`judge`, of the samples of the run's last evaluation.
 
 judge     the hidden judge's score (toy/README.md); on stories VADER's sentiment, a mean over sentences
 finished  share of samples that end with an EOS token
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def logps_of(model, tokenizer, prompts: list[str], completions: list[list[int]]):
-    """Computes the log-probs of completions, which are ids as they were sampled, and their mask, (B, T) each."""
+    """Returns the log-probs of completions (ids as they were sampled) and their mask, (B, T) each."""
     examples = []
     for prompt, ids in zip(prompts, completions):
         examples.append(utils.Example(prompt, tokenizer(prompt).input_ids, ids))
