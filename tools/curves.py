@@ -37,7 +37,7 @@ PANELS = ("eval/reward", "loss", "humanline/log_ratio_abs_mean", "grad_norm")
 
 def curve(folder: Path, metric: str) -> pd.Series:
     """Returns the values of a run by the number of steps made, with evaluations before and after training."""
-    steps = pd.read_json(folder / "metrics.jsonl", lines=True).set_index("step")
+    steps = pd.read_json(folder / "metrics.jsonl", lines=True, precise_float=True).set_index("step")
     values = steps[metric].dropna() if metric in steps else pd.Series(dtype=float)
     if (folder / "summary.json").exists():
         summary = json.loads((folder / "summary.json").read_text())
