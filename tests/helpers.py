@@ -12,6 +12,7 @@ import itertools
 import json
 import multiprocessing.forkserver
 import os
+import re
 import shutil
 import signal
 import socket
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import asdict
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +31,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.run import parse_args as parse_torchrun
 
 import utils
 from support import grading, run, sampling
@@ -337,3 +340,61 @@ def trl_settings(folder, batch: int, steps: int, lr: float) -> dict:
     settings |= dict(learning_rate=lr, lr_scheduler_type="constant", weight_decay=0.0, adam_epsilon=1e-8)
     settings |= dict(max_grad_norm=1.0, logging_steps=1, bf16=False, use_cpu=True, disable_tqdm=True)
     return settings | dict(gradient_checkpointing=False, report_to="none", save_strategy="no")
+
+
+# === Commands in pages and shell files ===
+
+STAND_INS = {"N": "2", "FLAGS": ""}  # what a reader replaces
+# Bash finds no program where PATH is empty, and gives the words of every command to this function.
+NOTED = r"""
+enable -n cd exec kill source .
+command_not_found_handle() { printf '%s\n' "$@" '' >> commands; }
+"""
+
+
+def starts_of_scripts(code: str) -> list[list[str]]:
+    """Returns the words of every command in shell code that starts a *_humanline.py."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [shutil.which("bash"), "-c", f"{NOTED}\n{code}\nwait"]
+        subprocess.run(command, cwd=folder, env={"PATH": "/nowhere"}, capture_output=True)
+        noted = Path(folder, "commands")
+        commands = noted.read_text().split("\n\n") if noted.exists() else []
+    starts = []
+    for command in commands:
+        words = [STAND_INS.get(word, word) for word in command.split("\n")]
+        if words[0] in ("torchrun", "python") and any(word.endswith("_humanline.py") for word in words):
+            starts.append([word for word in words if word])
+    return starts
+
+
+def commands_of(page: str) -> list[tuple[str, list[str]]]:
+    """Returns (page, words) of the commands in blocks of shell code and in code within the text."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    for code in re.findall(r"`([^`\n]+)`", prose):
+        if code.startswith(("torchrun ", "python ", "for ")):
+            blocks.append(code)
+    return [(page, words) for block in blocks for words in starts_of_scripts(block)]
+
+
+def parse_command(words: list[str], folder: Path, monkeypatch) -> tuple:
+    """Returns the script and its arguments."""
+    world, (script, *flags) = 1, words[1:]
+    if words[0] == "torchrun":
+        launch = parse_torchrun(words[1:])
+        script, flags = launch.training_script, launch.training_script_args
+        world = int(launch.nnodes.split(":")[-1]) * int(launch.nproc_per_node)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", launch.nproc_per_node)
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    name = (ROOT / script).stem.removeprefix("my_")  # a reader's copy
+    module = importlib.import_module(name)
+    if "--help" in flags:
+        with pytest.raises(SystemExit) as stop:
+            parse_args(module, flags)
+        assert not stop.value.code
+        return name, None
+    if "--resume" in flags:  # of a run that its reader has
+        (folder / "args.json").write_text(json.dumps(asdict(module.Args(**module.TOY)) | {"script": name}))
+        flags[flags.index("--resume") + 1] = str(folder)
+    return name, parse_args(module, flags)
