@@ -282,8 +282,10 @@ class VllmEngine:
     batch_size = 1  # vLLM forms its own batches
 
     def __init__(self, args, eos_ids: set[int], device, longest: int):
-        # vLLM logs much, and needs a rank also without torchrun.
-        os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "RANK": "0", "LOCAL_RANK": "0"} | os.environ
+        # vLLM logs much, sends usage statistics, and needs a rank also without torchrun. Variables that the
+        # user has set take precedence.
+        defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "RANK": "0", "LOCAL_RANK": "0"}
+        os.environ |= defaults | os.environ
         precision = torch.get_float32_matmul_precision()  # which vLLM changes
         from vllm import LLM, SamplingParams, _custom_ops
 
