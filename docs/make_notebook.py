@@ -1,37 +1,59 @@
-"""Makes docs/humanline.ipynb from docs/humanline.md.
+"""Makes docs/humanline.ipynb from docs/humanline.md, and the pictures of both and of docs/slides.md.
 
     pip install -r tests/requirements.txt
-    python docs/make_notebook.py         # runs the notebook: four minutes on two cores
-    python docs/make_notebook.py --text  # after a change of the text alone: keeps the outputs
+    python docs/make_notebook.py  # two minutes if the code has changed, else seconds
 
-A block of the page that begins with ```python becomes a cell that runs. A block with `.noeval` behind its
-language stays text. A cell with the tag "raises-exception" is an exercise. It runs with the code of its
-solution, the first block of the text below it, and the notebook has the exercise instead, without outputs. A
-copy of the repository runs the notebook, so that no files are left behind.
+A block of the page that begins with ```python becomes a cell. A block with `.noeval` behind its language stays
+text. A cell with the tag "raises-exception" is an exercise, which is not run. A cell with the tag
+"picture:NAME" draws docs/NAME.png; a picture that is a page needs chromium.
+
+The notebook keeps a hash of its code and of the files that it reads. While it is the same, a run of this
+program only copies the text. Otherwise it writes docs/lesson.csv, the losses of sixteen steps of the scripts,
+and runs all cells, in a copy of the repository.
 """
 
+import base64
+import hashlib
+import html
+import json
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import jupytext
 import nbformat
+import pandas as pd
 from nbclient import NotebookClient
 
 DOCS = Path(__file__).resolve().parent
-PAGE, NOTEBOOK = DOCS / "humanline.md", DOCS / "humanline.ipynb"
+ROOT = DOCS.parent
+PAGE, NOTEBOOK, LOSSES = DOCS / "humanline.md", DOCS / "humanline.ipynb", DOCS / "lesson.csv"
+SCRIPTS = ("dpo", "grpo", "kto")
+SIXTEEN_STEPS = "--k 4 --num-steps 16 --lr 1e-3 --warmup-fraction 0 --dtype float64 --model toy/tales/policy"
+SIXTEEN_STEPS += " --dataset toy/tales/preferences_train.jsonl.gz"
+READ = ["lab/baselines/baselines.csv", "docs/lesson.csv", "tools/tokens.py", "tools/tokens.html", "utils.py"]
+READ += [f"{name}_humanline.py" for name in SCRIPTS]
 
 
+# === The notebook ===
 def read_page() -> nbformat.NotebookNode:
     """Returns the page as a notebook without outputs, with a text cell for each section."""
     notebook = jupytext.read(PAGE, fmt={"extension": ".md", "split_at_heading": True})
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    notebook.metadata = nbformat.from_dict({"kernelspec": kernel})
+    notebook.metadata = nbformat.from_dict({"kernelspec": kernel, "hash": hash_code(notebook)})
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"  # jupytext's ids are random
     return notebook
+
+
+def hash_code(notebook: nbformat.NotebookNode) -> str:
+    """Returns a hash of all code cells and of the files that they read. Text may change without a run."""
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    code += [(ROOT / name).read_text(encoding="utf-8") for name in READ]
+    return hashlib.sha256(json.dumps(code).encode()).hexdigest()
 
 
 def is_exercise(cell) -> bool:
@@ -39,43 +61,69 @@ def is_exercise(cell) -> bool:
     return "raises-exception" in cell.metadata.get("tags", ())
 
 
-def cells_with_outputs(notebook: nbformat.NotebookNode) -> list:
-    """Returns the cells that run and are no exercises."""
+def cells_to_run(notebook: nbformat.NotebookNode) -> list:
+    """Returns the code cells that are no exercises."""
     return [cell for cell in notebook.cells if cell.cell_type == "code" and not is_exercise(cell)]
 
 
-def solve(notebook: nbformat.NotebookNode):
-    """Fills each exercise with its solution, the first block below it in a closed fold."""
-    for number, cell in enumerate(notebook.cells):
-        if is_exercise(cell):
-            below = notebook.cells[number + 1].source
-            cell.source = re.search(r"<summary>.*?^```python .noeval\n(.*?)\n```$", below, re.M | re.S)[1]
+def execute(notebook: nbformat.NotebookNode):
+    """Runs a notebook in a copy of the repository. The outputs are written into the notebook."""
+    with tempfile.TemporaryDirectory() as folder:
+        ignored = shutil.ignore_patterns(".git", "runs", "__pycache__")
+        copy = shutil.copytree(ROOT, Path(folder) / "copy", ignore=ignored)
+        options = {"timeout": 600, "resources": {"metadata": {"path": str(copy / "docs")}}}
+        NotebookClient(notebook, record_timing=False, force_raise_errors=True, **options).execute()
 
 
-def execute(notebook: nbformat.NotebookNode, folder: Path):
-    """Runs the notebook in a copy of the repository. The outputs are written into the notebook."""
-    for path in DOCS.parent.glob("*.py"):
-        shutil.copy(path, folder)
-    for name in ("docs", "paper", "support", "toy"):
-        shutil.copytree(DOCS.parent / name, folder / name)
-    options = {"timeout": 600, "resources": {"metadata": {"path": str(folder / "docs")}}}
-    # Jupyter continues after an exercise that raises. Here every error ends the run.
-    NotebookClient(notebook, record_timing=False, force_raise_errors=True, **options).execute()
+def write_losses():
+    """Writes the losses of sixteen steps of the scripts, with which the page's cells compare theirs."""
+    losses = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in SCRIPTS:
+            output = f"{folder}/{name}"
+            command = [sys.executable, f"{name}_humanline.py", *SIXTEEN_STEPS.split(), "--output-dir", output]
+            subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+            losses[name] = pd.read_json(f"{output}/metrics.jsonl", lines=True)["loss"]
+    pd.DataFrame(losses).round(6).to_csv(LOSSES, index_label="step")
+
+
+# === Pictures ===
+def write_pictures(notebook: nbformat.NotebookNode):
+    """Writes the picture of each cell that has a tag of one."""
+    for cell in notebook.cells:
+        for tag in cell.metadata.get("tags", ()):
+            kind, _, name = tag.partition(":")
+            if kind == "picture":
+                write_picture(DOCS / f"{name}.png", [output.get("data", {}) for output in cell.outputs])
+
+
+def write_picture(file: Path, outputs: list[dict]):
+    """Writes the picture of a cell's outputs, or a screenshot of the page that they show in a frame."""
+    for output in outputs:
+        if "image/png" in output:
+            file.write_bytes(base64.b64decode(output["image/png"]))
+        elif framed := re.search('srcdoc="(.*?)"', output.get("text/html", ""), re.DOTALL):
+            with tempfile.NamedTemporaryFile("w", suffix=".html") as page:
+                page.write(html.unescape(framed[1]))
+                page.flush()
+                flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+                flags += ["--window-size=1000,420", f"--screenshot={file}"]
+                subprocess.run(["chromium", *flags, page.name], check=True, capture_output=True)
 
 
 def main():
-    """Writes the notebook."""
+    """Writes the notebook, and if the code has changed, the losses and the pictures."""
     notebook = read_page()
-    if sys.argv[1:] == ["--text"]:
-        run = nbformat.read(NOTEBOOK, 4)
-    else:
-        run = read_page()
-        solve(run)
-        with tempfile.TemporaryDirectory() as folder:
-            execute(run, Path(folder))
-    for new, old in zip(cells_with_outputs(notebook), cells_with_outputs(run), strict=True):
-        assert new.source == old.source, f"run the notebook, because this cell has changed:\n{new.source}"
-        new.update(outputs=old.outputs, execution_count=old.execution_count)
+    old = nbformat.read(NOTEBOOK, 4)
+    if old.metadata.get("hash") != notebook.metadata.hash:
+        write_losses()
+        old = notebook = read_page()
+        run = nbformat.from_dict(notebook)
+        run.cells = cells_to_run(notebook)
+        execute(run)
+        write_pictures(run)
+    for new, cell in zip(cells_to_run(notebook), cells_to_run(old), strict=True):
+        new.update(outputs=cell.outputs, execution_count=cell.execution_count)
     nbformat.write(notebook, NOTEBOOK)
 
 
