@@ -5,10 +5,11 @@
 
 The page is one file that loads nothing. It has a slider for the step and one for the bound of the log-ratios.
 A token beyond the bound is struck out, and the loss, the margins and the push on every token change at once.
+#step=32&bound=0.5 at the end of the address sets both sliders.
 
-A checkpoint after N steps holds both models as step N finds them. So this program loads the models, scores the
-batch of step N again with the script's own functions, and prints the metrics beside those of metrics.jsonl.
-A step that begins a new online round is skipped, because its samples are in no checkpoint.
+A checkpoint after N steps holds both models as step N finds them. So this program loads them and scores the
+batch of step N again, with the functions of the script. The page has the metrics of metrics.jsonl beside its
+own. A step that begins a new online round is skipped, because its samples are in no checkpoint.
 """
 
 import html
@@ -193,8 +194,8 @@ def page(title: str, settings: dict, steps: list[dict]) -> str:
     """Returns the page, a text of HTML.
 
     Args:
-        settings: "kind" ("dpo", "kto" or "grpo"), "low" and "high" (the bounds in nats; None: no bound), "beta",
-            and what else the loss needs: "epsilon" (GRPO), "lambda_D" and "lambda_U" (KTO).
+        settings: "kind" ("dpo", "kto" or "grpo"), "low" and "high" (the bounds in nats; None: no bound), and
+            what the loss needs: "beta", "epsilon" (GRPO), "lambda_D" and "lambda_U" (KTO).
         steps: dicts as `describe_step` returns them.
     """
     content = json.dumps({"title": title, **settings, "steps": steps})
