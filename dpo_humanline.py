@@ -30,11 +30,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AutoModelForCausalLM
 
 import utils
-from support import data, run, sampling
+from support import checkpoint, data, run, sampling
 
 
 # === Args ===
@@ -46,7 +46,7 @@ class Args:
     # --no-humanline: no clipping, and syncs only when an online round starts. With --model, the settings that
     # PAPER names change too.
     humanline: bool = True
-    # Optimizer steps between syncs of the reference (paper: 1; README says which k to begin with); 0: syncs
+    # Optimizer steps between syncs of the reference (paper: 1; a first run: 16, docs/first_run.md); 0: syncs
     # only when an online round starts.
     k: int = 1
     log_epsilon_P: float = -1.5  # log ε_P, minimum of a token's log π_θ/π_ref, in nats (Table 1); -inf: none
@@ -99,10 +99,11 @@ class Args:
     seed: int = 1  # seed of data order and sampling
     output_dir: str = ""  # run folder; empty: runs/<script>__<seed>__<time>
     resume: str = ""  # run folder to resume; most flags given with it override the run's settings
-    checkpoint_every: int = 100  # steps between checkpoints, with one at the end; 0: only after a signal
+    checkpoint_every: int = 100  # steps between checkpoints, with one at the end; 0: only if a run ends early
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     eval_every: int = 0  # steps between evaluations; 0: only before and after training
     eval_samples: int = 256  # held-out rows whose prompts are sampled, from the first on; 0: none
+    track: bool = False  # log to Weights & Biases, too (pip install wandb)
 
 
 # With --model, what differs from the defaults above in the other variants of Table 3, by (online, humanline)
@@ -197,88 +198,98 @@ def main(args: Args):
     warmup_steps = max(1, round(args.warmup_fraction * args.num_steps))
 
     output_dir = run.open_folder(args, __file__)
-    run.print_plan(args, output_dir, policy, tokenizer, groups)
+    run.print_plan(args, output_dir, policy, tokenizer, groups, args.batch_size)
     # A resumed run evaluates the initial policy again: it is the baseline of every later evaluation.
     before = evaluate(args, policy, sampler, held_out)
     # progress: the steps and rounds that are done, and the pool, which holds groups that were sampled but not
     # yet used. Checkpoints hold it. A new run has no checkpoint and starts at step 0.
-    progress = run.load_checkpoint(args, output_dir, policy, reference, optimizer, groups)
+    progress = checkpoint.load_checkpoint(args, output_dir, policy, reference, optimizer, groups)
     # after the load, so that a failed resume leaves args.json as it was
     run.save_args(args, output_dir, __file__)
     log = run.Log(args, output_dir, progress.step, before)
-    signals = run.Signals()  # in the loop, SIGINT and SIGTERM end the run after the current step
 
-    for step in range(progress.step, args.num_steps):
-        metrics = {"step": step}
-        if step > 0 and args.eval_every and step % args.eval_every == 0:
-            metrics |= log.write_evaluation(step, evaluate(args, policy, sampler, held_out, before))
-        started = time.perf_counter()
+    # Whatever ends the loop, the last completed step is saved.
+    with checkpoint.save_at_exit(args, output_dir, policy, reference, optimizer, progress) as end_step:
+        for step in range(progress.step, args.num_steps):
+            metrics = {"step": step}
+            if step > 0 and args.eval_every and step % args.eval_every == 0:
+                metrics |= log.write_evaluation(step, evaluate(args, policy, sampler, held_out, before))
+            started = time.perf_counter()
 
-        # The global batch, the same on all ranks: pairs of the data set or, online, of the policy's samples.
-        if not args.online:
-            batch = draw_batch(groups, step, args.batch_size, args.seed)
-        else:
-            # A round usually gives several batches. The groups that this step does not use wait in the pool,
-            # even if a new round is drawn and the reference synced before they are used.
-            while len(progress.pool) < args.batch_size:
-                sync_reference(reference, policy)  # Algorithm 1, line 3: with and without humanline
-                new_groups, round_metrics = sample_round(args, sampler, policy, groups, progress.round + 1)
-                progress.round += 1
-                progress.pool += new_groups
-                metrics |= round_metrics  # of the newest round
-            batch = progress.pool[: args.batch_size]
-            del progress.pool[: args.batch_size]
+            # The global batch, the same on all ranks: pairs of the data set or, online, of the policy's
+            # samples.
+            if not args.online:
+                batch = draw_batch(groups, step, args.batch_size, args.seed)
+            else:
+                # A round usually gives several batches. The groups that this step does not use wait in the
+                # pool, even if a new round is drawn and the reference synced before they are used.
+                while len(progress.pool) < args.batch_size:
+                    sync_reference(reference, policy)  # Algorithm 1, line 3: with and without humanline
+                    number = progress.round + 1
+                    new_groups, round_metrics = sample_round(args, sampler, policy, groups, number)
+                    progress.round = number
+                    progress.pool += new_groups
+                    metrics |= round_metrics  # of the newest round
+                batch = progress.pool[: args.batch_size]
 
-        # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
-        # micro-batches. It also sums the gradients over ranks (`shard_model` sets this), but not those of a
-        # penalty on the weights (docs/dpo.md#implementation-details).
-        lengths = [chosen.length + rejected.length for chosen, rejected in batch]
-        micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
-        means = utils.Means()
-        for indices in micro_batches[rank::world]:  # lists of indices; number i is for rank i % world
-            chosen = [batch[i][0] for i in indices]
-            rejected = [batch[i][1] for i in indices]
-            # Padded; `token_logps` packs the sequences again, so that padding costs nothing.
-            input_ids, mask = utils.pad_batch(chosen + rejected, device)  # (2P, T)
+            # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number
+            # of micro-batches. It also sums the gradients over ranks (`shard_model` sets this), but not those
+            # of a penalty on the weights (docs/dpo.md#implementation-details).
+            lengths = [chosen.length + rejected.length for chosen, rejected in batch]
+            micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
+            means = utils.Means()
+            total_loss = torch.zeros((), dtype=torch.float64, device=device)
+            for indices in micro_batches[rank::world]:  # lists of indices; number i is for rank i % world
+                chosen = [batch[i][0] for i in indices]
+                rejected = [batch[i][1] for i in indices]
+                # Padded; `token_logps` packs the sequences again, so that padding costs nothing.
+                input_ids, mask = utils.pad_batch(chosen + rejected, device)  # (2P, T)
 
-            # [:, t] is log π(token t | all tokens before it), in nats, and 0 where mask is 0.
-            with torch.no_grad():  # first, because the policy's activations stay in memory until backward
-                ref_logps = utils.token_logps(reference, input_ids, mask)  # (2P, T)
-            logps = utils.token_logps(policy, input_ids, mask)  # (2P, T)
-            log_ratio = logps - ref_logps  # (2P, T)
-            clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (2P, T)
-            losses = dpo_loss(clipped_log_ratio, mask, args.beta)  # (P,)
-            utils.check_shape("dpo_loss", losses, (len(indices),))
-            (losses.sum() / args.batch_size).backward()  # summed over ranks: the mean over the global batch
+                # [:, t] is log π(token t | all tokens before it), in nats, and 0 where mask is 0.
+                with torch.no_grad():  # first, because the policy's activations stay in memory until backward
+                    ref_logps = utils.token_logps(reference, input_ids, mask)  # (2P, T)
+                logps = utils.token_logps(policy, input_ids, mask)  # (2P, T)
+                log_ratio = logps - ref_logps  # (2P, T)
+                clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (2P, T)
+                losses = dpo_loss(clipped_log_ratio, mask, args.beta)  # (P,)
+                utils.check_shape("dpo_loss", losses, (len(indices),))
+                (
+                    losses.sum() / args.batch_size
+                ).backward()  # summed over ranks: the mean over the global batch
 
-            means.add(pair_metrics(losses, clipped_log_ratio, logps, mask, args.beta))
-            means.add(clipping_metrics(args, log_ratio), mask)
-        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-        metrics["grad_norm"] = grad_norm.full_tensor().item()  # global norm before clipping
-        metrics |= means.reduce()
-        utils.check_finite(metrics)
+                means.add(pair_metrics(clipped_log_ratio, logps, mask, args.beta))
+                means.add(clipping_metrics(args, log_ratio), mask)
+            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            metrics["grad_norm"] = grad_norm.full_tensor().item()  # global norm before clipping
+            metrics |= means.reduce()
+            dist.all_reduce(total_loss)
+            metrics["loss"] = total_loss.item()
+            utils.check_finite(metrics)
 
-        # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
-        # takes the weights that produced this gradient, and the update then moves the policy away from them.
-        # A sync after the update would make both models equal. With k = 1 every log-ratio would then be 0,
-        # and no token would be clipped.
-        if args.humanline and args.k > 0 and step % args.k == 0:
-            sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
+            # Until the update is complete, the weights belong to no step, and an error would save nothing.
+            progress.step = None
 
-        # The update. The learning rate rises linearly (warmup: Table 1) and then stays constant.
-        metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
-        for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
-            param_group["lr"] = metrics["lr"]
-        optimizer.step()
-        optimizer.zero_grad()
+            # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
+            # takes the weights that produced this gradient, and the update then moves the policy away from
+            # them. A sync after the update would make both models equal. With k = 1 every log-ratio would
+            # then be 0, and no token would be clipped.
+            if args.humanline and args.k > 0 and step % args.k == 0:
+                sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
 
-        progress.step = step + 1
-        log.write(metrics | run.perf_metrics(started, sum(lengths)))
-        # Writes a checkpoint if one is due. After SIGINT or SIGTERM, all ranks write one and end.
-        run.end_step(args, output_dir, policy, reference, optimizer, progress, signals)
+            # The update. The learning rate rises linearly (warmup: Table 1) and then stays constant.
+            metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
+            for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
+                param_group["lr"] = metrics["lr"]
+            optimizer.step()
+            optimizer.zero_grad()
 
-    signals.release()
-    after = evaluate(args, policy, sampler, held_out, before)
+            del progress.pool[: args.batch_size]  # offline, the pool is empty
+            progress.step = step + 1
+            log.write(metrics | run.perf_metrics(started, sum(lengths)))
+            end_step()  # saves if a checkpoint is due; ends the run after SIGINT or SIGTERM
+
+        after = evaluate(args, policy, sampler, held_out, before)
+
     run.export(output_dir / "final", policy, tokenizer, eos_ids)
     log.report(progress.step, after)
     dist.barrier()  # all ranks wait until rank 0 has written everything
@@ -384,7 +395,7 @@ def load_models(args, device, longest: int):
         for block in decoder_blocks(policy):
             # Replaces the block's forward by one that recomputes activations in backward. transformers' own
             # checkpointing needs train mode, which would start dropout.
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = partial(recompute, block.forward, use_reentrant=False)
     for model in (policy, reference):
         # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
         # log-probs would be wrong without any error. Therefore `choose_attention` sets the fastest attention
@@ -511,16 +522,15 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
     # A prompt that stands in several rows is sampled once for each of them.
     prompts = [group[0] for group in held_out[: args.eval_samples]]
     samples, sample_values = sampler.evaluate(policy, prompts, initial)
-    return Evaluation(values | sample_values, logps, samples)
+    return Evaluation(sample_values | values, logps, samples)  # in this order in the table at the end
 
 
 # === Metrics ===
-def pair_metrics(losses, clipped_log_ratio, logps, mask, beta: float):
-    """Returns loss, rewards and log-probs of each pair, (P,) each."""
+def pair_metrics(clipped_log_ratio, logps, mask, beta: float):
+    """Returns rewards and log-probs of each pair, (P,) each."""
     chosen, rejected = implicit_rewards(clipped_log_ratio, mask, beta)
     chosen_logps, rejected_logps = (logps * mask).sum(-1).chunk(2)
     return {
-        "loss": losses,
         "rewards/margins": chosen - rejected,
         "rewards/accuracies": utils.above(chosen, rejected),
         "rewards/chosen": chosen,

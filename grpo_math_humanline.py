@@ -40,11 +40,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AutoModelForCausalLM
 
 import utils
-from support import data, grading, run, sampling
+from support import checkpoint, data, grading, run, sampling
 
 # === Args ===
 SYSTEM_PROMPT = """Reason step by step before you answer. Write in this format, each tag on a line of its own:
@@ -109,11 +109,12 @@ class Args:
     seed: int = 1  # seed of data order and sampling
     output_dir: str = ""  # run folder; empty: runs/<script>__<seed>__<time>
     resume: str = ""  # run folder to resume; most flags given with it override the run's settings
-    checkpoint_every: int = 100  # steps between checkpoints, with one at the end; 0: only after a signal
+    checkpoint_every: int = 100  # steps between checkpoints, with one at the end; 0: only if a run ends early
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     eval_every: int = 0  # steps between evaluations; 0: only before and after training
     eval_samples: int = 256  # held-out problems to sample completions for; 0: none
     eval_samples_per_problem: int = 4  # samples per held-out problem, for pass@1
+    track: bool = False  # log to Weights & Biases, too (pip install wandb)
 
 
 PAPER = {}  # Table 2 has one column for all variants, the defaults above; S and k are flags
@@ -213,94 +214,104 @@ def main(args: Args):
     warmup_steps = max(1, round(args.warmup_fraction * args.num_steps))
 
     output_dir = run.open_folder(args, __file__)
-    run.print_plan(args, output_dir, policy, tokenizer, problems)
+    run.print_plan(args, output_dir, policy, tokenizer, problems, args.prompts_per_step)
     # A resumed run evaluates the initial policy again: it is the baseline of the report.
     before = evaluate(args, policy, sampler, grader, held_out)
     # progress: the steps that are done, and the pool, which holds groups that were sampled but not yet used.
     # Checkpoints hold it. A new run has no checkpoint and starts at step 0.
-    progress = run.load_checkpoint(args, output_dir, policy, reference, optimizer, problems)
+    progress = checkpoint.load_checkpoint(args, output_dir, policy, reference, optimizer, problems)
     # after the load, so that a failed resume leaves args.json as it was
     run.save_args(args, output_dir, __file__)
     log = run.Log(args, output_dir, progress.step, before)
-    signals = run.Signals()  # in the loop, SIGINT and SIGTERM end the run after the current step
 
-    for step in range(progress.step, args.num_steps):
-        metrics = {"step": step}
-        if step > 0 and args.eval_every and step % args.eval_every == 0:
-            metrics |= log.write_evaluation(step, evaluate(args, policy, sampler, grader, held_out))
-        started = time.perf_counter()
+    # Whatever ends the loop, the last completed step is saved.
+    with checkpoint.save_at_exit(args, output_dir, policy, reference, optimizer, progress) as end_step:
+        for step in range(progress.step, args.num_steps):
+            metrics = {"step": step}
+            if step > 0 and args.eval_every and step % args.eval_every == 0:
+                metrics |= log.write_evaluation(step, evaluate(args, policy, sampler, grader, held_out))
+            started = time.perf_counter()
 
-        # The global batch, the same on all ranks: groups of the policy's own samples. A round gives the
-        # batches of S steps, which wait in the pool.
-        if not progress.pool:
-            # Without humanline, or with k = 0, the reference is the policy that samples the round, like the
-            # old policy of PPO. Otherwise syncs follow k alone.
-            if not args.humanline or args.k == 0:
-                sync_reference(reference, policy)
-            new_groups, round_metrics = sample_round(args, sampler, grader, policy, problems, step)
-            progress.pool += new_groups
-            metrics |= round_metrics
-        batch = progress.pool[: args.prompts_per_step]
-        del progress.pool[: args.prompts_per_step]
-        examples = [example for group in batch for example in group]
+            # The global batch, the same on all ranks: groups of the policy's own samples. A round gives the
+            # batches of S steps, which wait in the pool.
+            if not progress.pool:
+                # Without humanline, or with k = 0, the reference is the policy that samples the round, like
+                # the old policy of PPO. Otherwise syncs follow k alone.
+                if not args.humanline or args.k == 0:
+                    sync_reference(reference, policy)
+                new_groups, round_metrics = sample_round(args, sampler, grader, policy, problems, step)
+                progress.pool += new_groups
+                metrics |= round_metrics
+            batch = progress.pool[: args.prompts_per_step]
+            examples = [example for group in batch for example in group]
 
-        # The advantages
-        rewards = torch.tensor([example.reward for example in examples], dtype=torch.float64, device=device)
-        rewards = rewards.view(args.prompts_per_step, args.group_size)  # (groups, G)
-        advantages = group_advantages(rewards)  # (groups, G)
-        metrics |= sample_metrics(examples, rewards)
+            # The advantages
+            rewards = torch.tensor(
+                [example.reward for example in examples], dtype=torch.float64, device=device
+            )
+            rewards = rewards.view(args.prompts_per_step, args.group_size)  # (groups, G)
+            advantages = group_advantages(rewards)  # (groups, G)
+            metrics |= sample_metrics(examples, rewards)
 
-        # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number of
-        # micro-batches. It also sums the gradients over ranks (`shard_model` sets this), but not those of a
-        # penalty on the weights (docs/dpo.md#implementation-details).
-        lengths = [example.length for example in examples]
-        micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
-        completion_tokens = sum(len(example.completion_ids) for example in examples)
-        means = utils.Means()
-        for indices in micro_batches[rank::world]:  # lists of indices; number i is for rank i % world
-            # Padded; `token_logps` packs the sequences again, so that padding costs nothing.
-            input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
+            # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number
+            # of micro-batches. It also sums the gradients over ranks (`shard_model` sets this), but not those
+            # of a penalty on the weights (docs/dpo.md#implementation-details).
+            lengths = [example.length for example in examples]
+            micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
+            completion_tokens = sum(len(example.completion_ids) for example in examples)
+            means = utils.Means()
+            total_loss = torch.zeros((), dtype=torch.float64, device=device)
+            for indices in micro_batches[rank::world]:  # lists of indices; number i is for rank i % world
+                # Padded; `token_logps` packs the sequences again, so that padding costs nothing.
+                input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
 
-            # [:, t] is log π(token t | all tokens before it), in nats, and 0 where mask is 0.
-            with torch.no_grad():  # first, because the policy's activations stay in memory until backward
-                ref_logps = utils.token_logps(reference, input_ids, mask, args.temperature)  # (B, T)
-            logps = utils.token_logps(policy, input_ids, mask, args.temperature)  # (B, T)
-            log_ratio = logps - ref_logps  # (B, T)
-            clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
-            A = advantages.flatten()[indices].to(logps.dtype)  # (B,)
-            losses = grpo_loss(clipped_log_ratio, log_ratio, A, args.beta, args.epsilon)  # (B, T)
-            utils.check_shape("grpo_loss", losses, mask.shape)
-            # summed over ranks: the mean over all completion tokens of the global batch
-            ((losses * mask).sum() / completion_tokens).backward()
+                # [:, t] is log π(token t | all tokens before it), in nats, and 0 where mask is 0.
+                with torch.no_grad():  # first, because the policy's activations stay in memory until backward
+                    ref_logps = utils.token_logps(reference, input_ids, mask, args.temperature)  # (B, T)
+                logps = utils.token_logps(policy, input_ids, mask, args.temperature)  # (B, T)
+                log_ratio = logps - ref_logps  # (B, T)
+                clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
+                A = advantages.flatten()[indices].to(logps.dtype)  # (B,)
+                losses = grpo_loss(clipped_log_ratio, log_ratio, A, args.beta, args.epsilon)  # (B, T)
+                utils.check_shape("grpo_loss", losses, mask.shape)
+                # summed over ranks: the mean over all completion tokens of the global batch
+                loss = (losses * mask).sum() / completion_tokens
+                loss.backward()
+                total_loss += loss.detach()
 
-            means.add(grpo_metrics(losses, clipped_log_ratio, log_ratio, A, args.epsilon), mask)
-            means.add(clipping_metrics(args, log_ratio), mask)
-        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-        metrics["grad_norm"] = grad_norm.full_tensor().item()  # global norm before clipping
-        metrics |= means.reduce()
-        utils.check_finite(metrics)
+                means.add(grpo_metrics(clipped_log_ratio, log_ratio, A, args.epsilon), mask)
+                means.add(clipping_metrics(args, log_ratio), mask)
+            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            metrics["grad_norm"] = grad_norm.full_tensor().item()  # global norm before clipping
+            metrics |= means.reduce()
+            dist.all_reduce(total_loss)
+            metrics["loss"] = total_loss.item()
+            utils.check_finite(metrics)
 
-        # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
-        # takes the weights that produced this gradient, and the update then moves the policy away from them.
-        # A sync after the update would make both models equal. With k = 1 every log-ratio would then be 0,
-        # and no token would be clipped.
-        if args.humanline and args.k > 0 and step % args.k == 0:
-            sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
+            # Until the update is complete, the weights belong to no step, and an error would save nothing.
+            progress.step = None
 
-        # The update. The learning rate rises linearly (warmup: Table 2) and then stays constant.
-        metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
-        for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
-            param_group["lr"] = metrics["lr"]
-        optimizer.step()
-        optimizer.zero_grad()
+            # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
+            # takes the weights that produced this gradient, and the update then moves the policy away from
+            # them. A sync after the update would make both models equal. With k = 1 every log-ratio would
+            # then be 0, and no token would be clipped.
+            if args.humanline and args.k > 0 and step % args.k == 0:
+                sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
 
-        progress.step = step + 1
-        log.write(metrics | run.perf_metrics(started, sum(lengths)))
-        # Writes a checkpoint if one is due. After SIGINT or SIGTERM, all ranks write one and end.
-        run.end_step(args, output_dir, policy, reference, optimizer, progress, signals)
+            # The update. The learning rate rises linearly (warmup: Table 2) and then stays constant.
+            metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
+            for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
+                param_group["lr"] = metrics["lr"]
+            optimizer.step()
+            optimizer.zero_grad()
 
-    signals.release()
-    after = evaluate(args, policy, sampler, grader, held_out)
+            del progress.pool[: args.prompts_per_step]
+            progress.step = step + 1
+            log.write(metrics | run.perf_metrics(started, sum(lengths)))
+            end_step()  # saves if a checkpoint is due; ends the run after SIGINT or SIGTERM
+
+        after = evaluate(args, policy, sampler, grader, held_out)
+
     run.export(output_dir / "final", policy, tokenizer, eos_ids)
     log.report(progress.step, after)
     grader.stop()
@@ -396,7 +407,7 @@ def load_models(args, device, longest: int):
         for block in decoder_blocks(policy):
             # Replaces the block's forward by one that recomputes activations in backward. transformers' own
             # checkpointing needs train mode, which would start dropout.
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = partial(recompute, block.forward, use_reentrant=False)
     for model in (policy, reference):
         # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
         # log-probs would be wrong without any error. Therefore `choose_attention` sets the fastest attention
@@ -566,18 +577,17 @@ def sample_metrics(examples, rewards):
     }
 
 
-def grpo_metrics(losses, clipped_log_ratio, log_ratio, advantages, epsilon: float):
+def grpo_metrics(clipped_log_ratio, log_ratio, advantages, epsilon: float):
     """Returns the metrics of each token, (B, T) each.
 
     Args:
-        losses, clipped_log_ratio, log_ratio: (B, T) each, as in `grpo_loss`.
+        clipped_log_ratio, log_ratio: (B, T) each, as in `grpo_loss`.
         advantages: (B,). A token is clipped if 1 ± ε stops the gradient of its min(...).
     """
     A = advantages.unsqueeze(-1)  # (B, 1)
     ratio = clipped_log_ratio.detach().exp()
     stopped = ((A > 0) & (ratio > 1 + epsilon)) | ((A < 0) & (ratio < 1 - epsilon))
     return {
-        "loss": losses,
         "grpo/ratio_mean": ratio,
         "grpo/kl": k3(log_ratio),
         "grpo/clip_fraction": stopped.double(),

@@ -1,25 +1,23 @@
-"""Everything around the algorithm: errors, flags, ranks, models, the run's folder, checkpoints and logs.
+"""Everything around the algorithm: errors, flags, ranks, signals, models, the run's folder and its logs.
 
 The algorithms are in the scripts. Nothing here is part of the method.
 """
 
-import hashlib
 import json
 import math
 import os
 import resource
-import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as dcp_state
 import transformers
 import tyro
@@ -76,6 +74,9 @@ def library_errors(place: str):
 
 # === Flags ===
 
+# Which rows a step uses, and which sampled groups wait for one, depend on these flags. Each script has some.
+FIXED_BY_RESUME = {"batch_size", "group_size", "prompts_per_step", "round_prompts", "seed", "output_dir"}
+
 
 def parse_args(Args, file: str, doc: str, toy: dict, toy_online: dict, paper: dict, flags=None):
     """Parses the flags, whose defaults are those of --resume, with --model the paper's, else the toy's.
@@ -97,33 +98,58 @@ def parse_args(Args, file: str, doc: str, toy: dict, toy_online: dict, paper: di
     else:
         default = Args(**toy | (toy_online if online else {}))
     args = tyro.cli(Args, args=flags, default=default, description=doc)
-    print_main(f"settings: {vars(args)}")
+    changed = {name for name in FIXED_BY_RESUME if getattr(args, name, "") != getattr(default, name, "")}
+    if given.resume and changed:
+        raise InputError(f"--resume cannot change {', '.join(sorted(changed))}")
+    settings = [f"{field.name} {vars(args)[field.name]}" for field in fields(Args) if is_changed(args, field)]
+    print_main(f"settings that differ from the defaults of {Path(file).name}: {', '.join(settings)}")
     return args
 
 
+def is_changed(args, field) -> bool:
+    """Returns whether a field of Args has another value than its default in the script."""
+    return getattr(args, field.name) != field.default
+
+
 def save_args(args, folder: Path, file: str):
-    """Writes args.json, from which --resume takes the settings of the run."""
-    if is_main():
-        write_file(folder / "args.json", json.dumps(vars(args) | {"script": Path(file).stem}, indent=2))
+    """Writes args.json, from which --resume takes the settings of the run, with the versions that made it."""
+    if not is_main():
+        return
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    if shutil.which("git"):
+        command = ["git", "-C", Path(file).parent, "rev-parse", "HEAD"]  # prints nothing outside of a clone
+        versions["commit"] = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    saved = vars(args) | {"script": Path(file).stem, "versions": versions}
+    write_file(folder / "args.json", json.dumps(saved, indent=2))
 
 
 def load_args(Args, folder: str, file: str):
     """Reads the settings that `save_args` wrote."""
-    saved = json.loads(Path(folder, "args.json").read_text())
+    path = Path(folder, "args.json")
+    if not path.exists():
+        raise InputError(f"--resume {folder}: no args.json; pass the folder of a run, for example runs/NAME")
+    saved = json.loads(path.read_text())
     if saved.pop("script") != Path(file).stem:
         raise InputError(f"--resume {folder}: it is not a run of {Path(file).name}")
+    saved.pop("versions")
     return Args(**saved)
 
 
 def check_flags(args, batch_size: int, score):
     """Raises InputError for the mistakes that would appear after minutes of loading, or never."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    for name, value in vars(args).items():
+        # Negative numbers mean nothing, and some would be ignored: with --k -1 no sync would ever be due.
+        if isinstance(value, int | float) and value < 0 and name != "log_epsilon_P":
+            raise InputError(f"--{name.replace('_', '-')} {value}: it must not be negative")
     if not args.log_epsilon_P < 0 < args.log_epsilon_R:
         raise InputError("--log-epsilon-P must be negative and --log-epsilon-R positive")
     if not args.dataset:
         raise InputError(f"--model {args.model} needs a --dataset")
     if getattr(args, "online", False) and not (args.reward_model or score):
-        raise InputError("--online needs a --reward-model")
+        raise InputError("--online needs a --reward-model or a function as SCORE (docs/grpo.md)")
+    if batch_size % getattr(args, "group_size", 1):
+        raise InputError(f"--batch-size {batch_size} must be a multiple of --group-size {args.group_size}")
+    world = int(os.environ.get("WORLD_SIZE", 1))
     if batch_size % world or world % (args.shard_size or world):
         raise InputError(f"{world} ranks must divide the batch of {batch_size}, and --shard-size the ranks")
     if not args.resume and args.output_dir and Path(args.output_dir, "args.json").exists():
@@ -189,16 +215,18 @@ def share(items: list, part: int, parts: int) -> list:
 
 
 class Signals:
-    """Records SIGINT and SIGTERM, so that `end_step` can write a checkpoint after the current step.
+    """Records SIGINT and SIGTERM, so that a run can end after the current step (`checkpoint.save_at_exit`).
 
     A second signal ends the process at once. torchrun kills its ranks 30 seconds after it received a signal.
     If steps take longer, start it with `--shutdown-timeout SECONDS`.
     """
 
     def __init__(self):
-        self.received = 0  # the number of the last signal of this rank
+        self.received = 0  # the number of the signal that this rank has received
         signal.signal(signal.SIGINT, self.record)
         signal.signal(signal.SIGTERM, self.record)
+        # A reward function may start processes, which a signal must end as usual.
+        os.register_at_fork(after_in_child=self.release)
 
     def record(self, number: int, frame):
         self.received = number
@@ -207,7 +235,7 @@ class Signals:
             os.write(2, b"\nstopping after this step, with a checkpoint (again: at once, without)\n")
 
     def release(self):
-        """From here on, signals end the process at once again."""
+        """From here on, signals end the process at once."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -266,20 +294,8 @@ def check_positions(config, longest: int):
         )
 
 
-# === Folder and checkpoints ===
-# The run's folder, which one run at a time may use, and its checkpoints, from which a run resumes bit for
-# bit. What a new algorithm carries from step to step belongs in `Progress`, or if it is tensors, in
-# `training_state`.
-
-
-@dataclass
-class Progress:
-    """The state of a run besides its weights and the optimizer's state."""
-
-    data_hash: str  # from `hash_data`; a resumed run must train on the same data
-    step: int = 0  # completed optimizer steps
-    round: int = 0  # number of rounds sampled (grpo_math: stays 0)
-    pool: list = field(default_factory=list)  # sampled groups that no step has used yet
+# === Folder ===
+# The run's folder, which one run at a time may use, and what is written into it besides checkpoints and logs.
 
 
 def write_file(path: Path, text: str):
@@ -300,97 +316,6 @@ def open_folder(args, file: str) -> Path:
         shutil.rmtree(folder / "checkpoints/unfinished", ignore_errors=True)  # left by a killed run
     dist.barrier()
     return folder
-
-
-def hash_data(args, groups: list[tuple]) -> str:
-    """Returns a hash of all token ids, by which a resumed run finds out whether its data has changed.
-
-    Raises InputError if a rank (on another machine) has other data or other flags.
-    """
-    ids = [example.prompt_ids + example.completion_ids for group in groups for example in group]
-    data_hash = hashlib.sha256(b"".join(ids)).hexdigest()  # the bytes of arrays
-    own = (data_hash, vars(args))
-    if gather(own) != [own] * dist.get_world_size():
-        raise InputError("the ranks have different rows in --dataset, or different flags")
-    return data_hash
-
-
-def find_checkpoints(folder: Path) -> list[Path]:
-    """Returns all checkpoints of a run, newest first."""
-    return sorted(folder.glob("checkpoints/step-*"), reverse=True)
-
-
-def end_step(args, folder: Path, policy, reference, optimizer, progress: Progress, signals: Signals):
-    """Writes a checkpoint every --checkpoint-every steps, and after the last. Ends the run after a signal.
-
-    The last one is for a finished run that is resumed with a larger --num-steps.
-    """
-    step = progress.step
-    every = args.checkpoint_every
-    signal_number = max(gather(signals.received))  # all ranks must stop after the same step
-    if signal_number or (every > 0 and (step % every == 0 or step == args.num_steps)):
-        save_checkpoint(args, folder, policy, reference, optimizer, progress)
-    if signal_number:
-        command = f"python {sys.argv[0]} --resume {shlex.quote(str(folder))}"
-        print_main(f"\nstopped after {step} steps; to resume: {command}")
-        # With the status that a shell expects. Not sys.exit, which would wait for grpo_math's grader.
-        os._exit(128 + signal_number)
-
-
-def training_state(policy, reference, optimizer, progress: Progress) -> dict:
-    """Returns what a checkpoint holds: sharded tensors and plain objects, by name.
-
-    If the optimizer has made no step, get_optimizer_state_dict first creates its moments. AdamW's settings
-    are not saved, because they are flags.
-    """
-    return {
-        "policy": policy.state_dict(),
-        "reference": reference.state_dict(),
-        "progress": vars(progress),
-        "moments": dcp_state.get_optimizer_state_dict(policy, optimizer)["state"],
-    }
-
-
-def save_checkpoint(args, folder: Path, policy, reference, optimizer, progress: Progress):
-    """Writes a checkpoint, then removes all but the newest --keep-checkpoints."""
-    checkpoint = folder / "checkpoints" / f"step-{progress.step:06}"  # in the order of names
-    # The folder gets its name only when it is complete, so a run that is killed here leaves no partial
-    # checkpoint.
-    unfinished = checkpoint.with_name("unfinished")
-    dcp.save(training_state(policy, reference, optimizer, progress), checkpoint_id=unfinished)
-    if is_main():
-        unfinished.rename(checkpoint)
-        if args.keep_checkpoints > 0:
-            for old in find_checkpoints(folder)[args.keep_checkpoints :]:
-                shutil.rmtree(old)
-    dist.barrier()  # a rank that exits after a signal could make torchrun end rank 0 before the renaming
-    if not all(gather(checkpoint.exists())):  # every machine has written its part to a disk of its own
-        raise InputError(f"--output-dir {folder} is not on a disk that all machines see")
-
-
-def load_checkpoint(args, folder: Path, policy, reference, optimizer, groups: list[tuple]) -> Progress:
-    """Restores weights, optimizer and progress from the newest checkpoint, on any number of ranks.
-
-    Raises InputError if the data has changed since, or if the ranks have different data.
-
-    Returns:
-        The progress of the run. For a new run, it is that of step 0.
-    """
-    data_hash = hash_data(args, groups)
-    progress = Progress(data_hash)
-    checkpoints = broadcast(find_checkpoints(folder))
-    if not checkpoints:
-        return progress
-    state = training_state(policy, reference, optimizer, progress)
-    moments = {"moments": state.pop("moments")}
-    dcp.load(state, checkpoint_id=checkpoints[0])  # in place
-    # Partial, because a weight that never had a gradient (a vision tower's) has no moments in the checkpoint.
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load(moments, checkpoint_id=checkpoints[0], planner=planner)
-    if progress.data_hash != data_hash:
-        raise InputError("--resume: the rows of --dataset or their tokens have changed since the checkpoint")
-    print_main(f"{progress.step} steps are done: resumes from {checkpoints[0]}")
-    return progress
 
 
 def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
@@ -440,12 +365,26 @@ def perf_metrics(started: float, tokens: int) -> dict[str, float]:
     }
 
 
-def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple]):
-    """Prints the model, the run's folder, and the first prompt and completion as the policy reads them."""
-    print_main(f"{args.model}: {policy.num_parameters():,} parameters, {args.dtype}; files: {folder}")
+def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple], groups_per_step: int):
+    """Prints the model, what humanline does, the data, and the first example as the policy reads it."""
+    print_main(f"model: {args.model}, {policy.num_parameters():,} parameters, {args.dtype}")
+    humanline = "off"
+    if args.humanline:
+        # The sync at step 0 copies equal weights. No step would use one after the last step.
+        syncs = max(0, args.num_steps - 2) // args.k if args.k else 0
+        advice = "" if syncs or not args.k else " (lower --k)"
+        humanline = f"log-ratios clipped to [{args.log_epsilon_P}, {args.log_epsilon_R}]; "
+        humanline += f"k {args.k}: {syncs} syncs change the reference{advice}"
+    print_main(f"humanline: {humanline}")
+    epochs = args.num_steps * groups_per_step / len(groups)
+    print_main(
+        f"data: {len(groups):,} rows; {args.num_steps} steps of {groups_per_step}: {epochs:.1f} epochs"
+    )
+    print_main(f"files: {folder}")
     first = groups[0][0]
     print_main(f"the first prompt:\n{tokenizer.decode(first.prompt_ids)}")
-    print_main(f"its first completion:\n{tokenizer.decode(first.completion_ids)}")
+    if first.completion_ids:
+        print_main(f"its first completion:\n{tokenizer.decode(first.completion_ids)}")
 
 
 class Log:
@@ -462,9 +401,15 @@ class Log:
         """
         self.folder = folder
         self.before = before
+        self.shown = {}  # beside the bar
         # In a log file, a line at most every ten seconds.
-        self.bar = tqdm(total=args.num_steps, initial=start, mininterval=10, disable=not is_main())
+        interval = 0.1 if sys.stderr.isatty() else 10
+        self.bar = tqdm(total=args.num_steps, initial=start, mininterval=interval, disable=not is_main())
         if is_main():
+            if args.track:
+                import wandb  # an extra package
+
+                wandb.init(project="humanline", name=folder.name, config=vars(args), sync_tensorboard=True)
             self.writer = SummaryWriter(folder, purge_step=start)
             for name in ("metrics.jsonl", "samples.jsonl"):
                 keep_steps_before(start, folder / name)
@@ -480,17 +425,14 @@ class Log:
         # errors of both means, because the rows differ more than the change of each.
         before, after = self.before.values, evaluation.values
         changes = {name: after[name] - before[name] for name in after}
-        self.summary = {  # `report` writes the last evaluation's
+        self.summary = {  # `report` reads the last evaluation's
             "before": mean_and_error(before),
             "after": mean_and_error(after),
             "change": mean_and_error(changes),
         }
-        means = {}
-        line = f"after {step} steps"
-        for name, (change, error, _) in self.summary["change"].items():
-            means[name] = self.summary["after"][name][0]
-            line += f", {name} {means[name]:.3f} ({change:+.3f} ± {error:.3f})"
-        print_main(line)
+        means = {name: mean for name, (mean, _, _) in self.summary["after"].items()}
+        if step:  # the table at the end shows the evaluation before training
+            print_main(f"after {step} steps: " + ", ".join(f"{name} {means[name]:.3f}" for name in means))
         for sample in evaluation.samples:
             line = {
                 "step": step,
@@ -504,10 +446,17 @@ class Log:
         return means
 
     def write(self, metrics):
-        """Writes the metrics of a step."""
+        """Writes the metrics of a step. Beside the bar stands what shows learning."""
         append_line(self.folder / "metrics.jsonl", metrics)
         self.write_tensorboard(metrics, metrics["step"])
-        self.bar.set_postfix(loss=metrics["loss"], grad_norm=metrics["grad_norm"], refresh=False)
+        # Not the loss: after each sync it begins again where it began.
+        if "rewards/accuracy" in metrics:  # mathematics
+            self.shown["accuracy"] = metrics["rewards/accuracy"]
+        elif "rollout/reward_mean" in metrics:  # the first step of an online round
+            self.shown["reward"] = metrics["rollout/reward_mean"]
+        elif {"logps/chosen", "logps/rejected"} <= metrics.keys() and "reward" not in self.shown:
+            self.shown["chosen - rejected (nats)"] = metrics["logps/chosen"] - metrics["logps/rejected"]
+        self.bar.set_postfix(self.shown, refresh=False)
         self.bar.update()
 
     def write_tensorboard(self, metrics, step: int):
@@ -517,14 +466,27 @@ class Log:
             self.writer.flush()  # so that a killed run loses no step
 
     def report(self, step: int, after):
-        """Writes summary.json, and prints the first samples. after: the evaluation after training."""
+        """Prints samples and a table of what training has changed, and writes summary.json.
+
+        after: the evaluation after training.
+        """
         self.bar.close()
         self.write_tensorboard(self.write_evaluation(step, after), step)
-        if is_main():
-            write_file(self.folder / "summary.json", json.dumps(self.summary, indent=2))
+        if not is_main():
+            return
+        write_file(self.folder / "summary.json", json.dumps(self.summary, indent=2))
         for first, last in zip(self.before.samples[:4], after.samples):
-            print_main(f"\nprompt: {last.question}\nbefore: {first.text}\nafter: {last.text}")
-        print_main(f"\nwrote {self.folder}")
+            print(f"\nprompt: {last.question}")
+            for name, sample in (("before", first), ("after", last)):
+                reward = "" if sample.reward is None else f"  [reward {sample.reward:.2f}]"
+                unfinished = "" if sample.finished else "  [truncated at --max-new-tokens]"
+                print(f"{name}: {sample.text}{reward}{unfinished}")
+        print(f"\n{'mean ± standard error':24}{'before':>20}{'after':>20}{'change':>20}")
+        tables = self.summary.values()
+        for name, (_, _, count) in self.summary["after"].items():
+            columns = [f"{table[name][0]:10.3f} ± {table[name][1]:7.3f}" for table in tables]
+            print(f"{name:24}{''.join(columns)}   n = {count}")
+        print(f"\nwrote {self.folder}")
 
 
 def append_line(path: Path, line: dict):

@@ -1,0 +1,216 @@
+"""Checkpoints, from which a run resumes bit for bit, on any number of ranks.
+
+What a new algorithm carries from step to step belongs in `training_state`, or in `Progress` if it is numbers,
+texts or lists. What is in neither, for example a scheduler or a second reference, does not survive a resume.
+"""
+
+import hashlib
+import inspect
+import os
+import pickle
+import shlex
+import shutil
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from support import run
+from utils import InputError
+
+# === State ===
+
+
+@dataclass
+class Progress:
+    """The state of a run besides its weights and the optimizer's state."""
+
+    data_hash: str  # from `hash_data`; a resumed run must train on the same data
+    step: int | None = 0  # completed optimizer steps; None during an update
+    round: int = 0  # number of rounds sampled (grpo_math: stays 0)
+    pool: list = field(default_factory=list)  # sampled groups that no completed step has used
+
+
+def training_state(policy, reference, optimizer, progress: Progress) -> dict:
+    """Returns what a checkpoint holds: sharded tensors and plain objects, by name.
+
+    Resuming writes into these tensors and dicts in place. Of something that only returns copies, such as a
+    scheduler's `state_dict()`, `load_checkpoint` must also call `load_state_dict`.
+
+    If the optimizer has made no step, get_optimizer_state_dict first creates its moments.
+    """
+    return {
+        "policy": policy.state_dict(),
+        "reference": reference.state_dict(),
+        "optimizer": get_optimizer_state_dict(policy, optimizer),
+        "progress": vars(progress),
+    }
+
+
+def hash_data(args, groups: list[tuple]) -> str:
+    """Returns a hash of all token ids, by which a resumed run finds out whether its data has changed.
+
+    Raises InputError if a rank (on another machine) has other data or other flags.
+    """
+    ids = [example.prompt_ids + example.completion_ids for group in groups for example in group]
+    data_hash = hashlib.sha256(b"".join(ids)).hexdigest()  # the bytes of arrays
+    local = (data_hash, vars(args))
+    if run.gather(local) != [local] * dist.get_world_size():
+        raise InputError("the ranks have different rows in --dataset, or different flags")
+    return data_hash
+
+
+# === Saving ===
+
+
+@contextmanager
+def save_at_exit(args, folder: Path, policy, reference, optimizer, progress: Progress):
+    """Saves the last completed step, whatever ends the training loop inside: an error, a signal, or the end.
+
+    After an error, the ranks can save only together, because each holds a part of the weights. If the error
+    occurs on one rank alone, the others cannot leave their step, and no checkpoint is written.
+
+    Yields:
+        A function that the loop calls after every step. It saves every --checkpoint-every steps and after the
+        last one, which is for a finished run that is resumed with a larger --num-steps. After SIGINT or
+        SIGTERM on any rank, it saves and ends all ranks.
+    """
+    save = partial(save_checkpoint, args, folder, policy, reference, optimizer, progress)
+    # A group of its own, because an error may have interrupted an exchange of the default group.
+    group = dist.new_group(backend="gloo")
+    signals = run.Signals()
+
+    def end_step():
+        signal_number = max(run.gather(signals.received))  # all ranks must stop after the same step
+        every = args.checkpoint_every
+        if signal_number or (every > 0 and (progress.step % every == 0 or progress.step == args.num_steps)):
+            save()
+        if signal_number:
+            print_resume_command(folder, progress)
+            # With the status that a shell expects. Not sys.exit, which would wait for grpo_math's grader.
+            os._exit(128 + signal_number)
+
+    try:
+        yield end_step
+    except BaseException as error:
+        try:
+            dist.monitored_barrier(group, timedelta(seconds=60))
+        except RuntimeError:  # a rank did not come
+            raise error from None
+        if progress.step:  # neither 0 nor, within an update, None
+            save()
+            print_resume_command(folder, progress)
+        if isinstance(error, SystemExit):  # of an edited function; a run must not end with status 0 here
+            raise RuntimeError("a function of the training loop has called exit()") from error
+        raise
+    finally:
+        signals.release()
+
+
+def print_resume_command(folder: Path, progress: Progress):
+    launcher = "python"
+    if dist.is_torchelastic_launched():
+        launcher = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+    command = shlex.join([sys.argv[0], "--resume", str(folder)])
+    run.print_main(f"\nstopped after {progress.step} steps; to resume: {launcher} {command}")
+
+
+def save_checkpoint(args, folder: Path, policy, reference, optimizer, progress: Progress):
+    """Writes a checkpoint, then removes all but the newest --keep-checkpoints.
+
+    It writes none if the step has one already, or if a weight of the policy is not finite.
+    """
+    checkpoint = folder / "checkpoints" / f"step-{progress.step:06}"  # in the order of names
+    finite = all(bool(weight.to_local().isfinite().all()) for weight in policy.parameters())
+    if not all(run.gather(finite)):
+        run.print_main(f"no checkpoint of step {progress.step}: a weight is not finite (lower --lr)")
+        return
+    if run.broadcast(checkpoint.exists()):
+        return
+    # The folder gets its name only when it is complete, so a run that is killed here leaves no partial
+    # checkpoint, and still has the one before.
+    unfinished = checkpoint.with_name("unfinished")
+    dcp.save(training_state(policy, reference, optimizer, progress), checkpoint_id=unfinished)
+    if run.is_main():
+        unfinished.rename(checkpoint)
+        if args.keep_checkpoints > 0:
+            for old in find_checkpoints(folder)[args.keep_checkpoints :]:
+                shutil.rmtree(old, ignore_errors=True)
+    dist.barrier()  # a rank that exits after a signal could make torchrun end rank 0 before the renaming
+    if not all(run.gather(checkpoint.exists())):  # every machine has written its part to a disk of its own
+        raise InputError(f"--output-dir {folder} is not on a disk that all machines see")
+
+
+def find_checkpoints(folder: Path) -> list[Path]:
+    """Returns all checkpoints of a run, newest first."""
+    return sorted(folder.glob("checkpoints/step-*"), reverse=True)
+
+
+# === Resuming ===
+
+# Settings of AdamW, which are flags or belong to the machine, so a resumed run does not read them.
+ADAMW_SETTINGS = set(inspect.signature(torch.optim.AdamW).parameters)
+UNREADABLE = (OSError, EOFError, RuntimeError, pickle.UnpicklingError)  # what reading a damaged file raises
+
+
+def load_checkpoint(args, folder: Path, policy, reference, optimizer, groups: list[tuple]) -> Progress:
+    """Restores weights, optimizer and progress from the newest checkpoint, on all ranks from the same one.
+
+    Raises InputError if its files cannot be read, if it has other tensors than this run, or if the data has
+    changed since.
+
+    Returns:
+        The progress of the run. Without a checkpoint, it is that of step 0.
+    """
+    data_hash = hash_data(args, groups)
+    progress = Progress(data_hash)
+    checkpoints = run.broadcast(find_checkpoints(folder))
+    if not checkpoints:
+        return progress
+    state = training_state(policy, reference, optimizer, progress)
+    read_state(checkpoints[0], state)
+    # Settings that other optimizers keep in param_groups, for example Prodigy's d, are part of their state.
+    for group, saved in zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
+        for name in saved.keys() - ADAMW_SETTINGS:
+            group[name] = saved[name]
+    if len(set(run.gather(progress.step))) > 1:
+        raise InputError(f"the ranks read different steps from {checkpoints[0]}")
+    if progress.data_hash != data_hash:
+        raise InputError("--resume: the rows of --dataset or their tokens have changed since the checkpoint")
+    run.print_main(f"{progress.step} steps are done: resumes from {checkpoints[0]}")
+    return progress
+
+
+def read_state(checkpoint: Path, state: dict):
+    """Reads a checkpoint into the tensors and dicts of `state`, in place."""
+    # By default dcp.load refuses a checkpoint that lacks a tensor. A weight that never had a gradient (a
+    # vision tower's) has no moments, so this is allowed, and all other names are compared here.
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    try:
+        metadata = dcp.FileSystemReader(checkpoint).read_metadata()
+        saved = metadata.state_dict_metadata.keys()
+        planner.set_up_planner(state, metadata)
+        with_moments = {name.rpartition(".")[0] for name in saved if name.startswith("optimizer.state.")}
+        names = {
+            name
+            for name in planner.state_dict
+            if not name.startswith("optimizer.state.") or name.rpartition(".")[0] in with_moments
+        }
+        if names != saved:
+            raise InputError(f"not both in {checkpoint} and in this run: {', '.join(sorted(names ^ saved))}")
+        dcp.load(state, checkpoint_id=checkpoint, planner=planner)
+    except (*UNREADABLE, dcp.CheckpointException) as error:
+        causes = [cause for cause, _ in getattr(error, "failures", {0: (error, None)}).values()]
+        if not all(isinstance(cause, UNREADABLE) for cause in causes):
+            raise  # a mistake in an edited script
+        raise InputError(
+            f"{checkpoint} cannot be read ({causes[0]!r:.200}); "
+            "to resume from the checkpoint before it, delete this folder"
+        ) from error
