@@ -3,9 +3,10 @@
     pip install -r tests/requirements.txt
     python docs/make_notebook.py  # two minutes if the code has changed, else seconds
 
-A block of the page that begins with ```python becomes a cell. A block with `.noeval` behind its language stays
-text. A cell with the tag "raises-exception" is an exercise, which is not run. A cell with the tag
-"picture:NAME" draws docs/NAME.png; a picture that is a page needs chromium.
+A block of the page that begins with ```python becomes a cell. A block with `.noeval` behind its language
+stays text. A cell with the tag "raises-exception" is an exercise, which is not run. A cell with the tag
+"picture:NAME" draws docs/NAME.png, which the page shows below it. (If the picture is a page, chromium must be
+there, and the notebook shows both, because GitHub shows no page within a page.)
 
 The notebook keeps a hash of its code and of the files that it reads. While it is the same, a run of this
 program only copies the text. Otherwise it writes docs/lesson.csv, the losses of sixteen steps of the scripts,
@@ -44,9 +45,19 @@ def read_page() -> nbformat.NotebookNode:
     notebook = jupytext.read(PAGE, fmt={"extension": ".md", "split_at_heading": True})
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     notebook.metadata = nbformat.from_dict({"kernelspec": kernel, "hash": hash_code(notebook)})
+    drawn = [f"({name}.png)" for cell in notebook.cells for name in pictures(cell) if name != "tokens"]
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"  # jupytext's ids are random
+        if cell.cell_type == "markdown":  # the notebook has these pictures as outputs
+            lines = cell.source.split("\n")
+            cell.source = "\n".join(line for line in lines if not line.endswith(tuple(drawn)))
     return notebook
+
+
+def pictures(cell) -> list[str]:
+    """Returns the names of the pictures that a cell draws."""
+    tags = cell.metadata.get("tags", ())
+    return [tag.removeprefix("picture:") for tag in tags if tag.startswith("picture:")]
 
 
 def hash_code(notebook: nbformat.NotebookNode) -> str:
@@ -91,10 +102,8 @@ def write_losses():
 def write_pictures(notebook: nbformat.NotebookNode):
     """Writes the picture of each cell that has a tag of one."""
     for cell in notebook.cells:
-        for tag in cell.metadata.get("tags", ()):
-            kind, _, name = tag.partition(":")
-            if kind == "picture":
-                write_picture(DOCS / f"{name}.png", [output.get("data", {}) for output in cell.outputs])
+        for name in pictures(cell):
+            write_picture(DOCS / f"{name}.png", [output.get("data", {}) for output in cell.outputs])
 
 
 def write_picture(file: Path, outputs: list[dict]):

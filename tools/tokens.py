@@ -28,7 +28,8 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import utils
 from support import data
-from support.run import Progress, exit_on_input_error, find_checkpoints, load_args, setup
+from support.checkpoint import Progress, find_checkpoints
+from support.run import exit_on_input_error, load_args, setup
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 
@@ -40,8 +41,9 @@ def open_run(folder: Path) -> tuple:
     script = importlib.import_module(name)
     args = load_args(script.Args, str(folder), script.__file__)
     args.resume = str(folder)  # otherwise `setup` refuses the folder of a run
-    args.shard_size = 0
-    _, _, device = setup(args, batch_size=1)
+    args.shard_size = 0  # over the ranks that are there now: one
+    sequences = getattr(args, "batch_size", None) or args.prompts_per_step * args.group_size  # grpo_math
+    _, _, device = setup(args, sequences, getattr(script, "SCORE", None))
     return script, args, device
 
 
