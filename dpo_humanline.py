@@ -19,7 +19,7 @@ Example without completion_ids for a row of a prompt alone.
 """
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -43,6 +43,7 @@ class Args:
     # algorithm
     beta: float = 0.1  # DPO's β (paper: 0.1)
     # humanline
+
     # --no-humanline: no clipping, and syncs only when an online round starts. With --model, the settings that
     # PAPER names change too.
     humanline: bool = True
@@ -80,13 +81,14 @@ class Args:
     trust_remote_code: bool = False  # run Python code that comes with a model
     # online
     online: bool = False  # train on samples of the policy, drawn in rounds (Algorithm 1)
-    # Classifier with one output, a folder or a Hub name; empty: no rewards. --online requires it, and
-    # evaluation uses it too.
+    # Classifier with one output, a folder or a Hub name; empty: no rewards, or those of SCORE. --online
+    # requires one of the two, and evaluation uses it too.
     reward_model: str = ""
     round_prompts: int = 1024  # prompts per round (Table 1)
     samples_per_prompt: int = 8  # samples per prompt, of which the best and the worst form a pair (Table 1)
     reward_threshold: float = 0.01  # τ: minimum difference of a pair's rewards (Table 1)
     # sampling
+
     # Maximum sampled tokens (paper: 2048). Training truncates samples to --max-length (authors' code).
     max_new_tokens: int = 2048
     temperature: float = 0.7  # sampling temperature (Table 1); log-probs in training use 1
@@ -132,6 +134,9 @@ TOY = dict(
     generation_batch_size=256,
 )
 TOY_ONLINE = dict(dataset=f"{FOLDER}/prompts_train.jsonl.gz")
+# A Python function can give the rewards of samples, instead of --reward-model. Replace None by its name
+# (docs/first_run.md has an example). It gets a tuple of utils.Example, and returns a list of their rewards.
+SCORE = None
 
 
 # === Loss ===
@@ -178,7 +183,8 @@ def sync_reference(reference, policy):
 
 # === Training ===
 def main(args: Args):
-    rank, world, device = run.setup(args, args.batch_size)  # also checks the flags, and replaces --dtype auto
+    # Checks the flags, starts the process group, and replaces --dtype auto in args.
+    rank, world, device = run.setup(args, args.batch_size, SCORE)
 
     # The data is read before the models, so that errors in it appear before minutes of loading.
     tokenizer, eos_ids = data.load_tokenizer(args)
@@ -187,7 +193,7 @@ def main(args: Args):
     policy, reference = load_models(args, device, longest)
     # For online rounds and for evaluation. It loads the reward model now, and its engine with the first
     # samples.
-    sampler = sampling.Sampler(args, tokenizer, eos_ids, device, longest)
+    sampler = sampling.Sampler(args, tokenizer, eos_ids, device, longest, SCORE)
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=args.lr,
@@ -200,7 +206,7 @@ def main(args: Args):
     output_dir = run.open_folder(args, __file__)
     run.print_plan(args, output_dir, policy, tokenizer, groups, args.batch_size)
     # A resumed run evaluates the initial policy again: it is the baseline of every later evaluation.
-    before = evaluate(args, policy, sampler, held_out)
+    before = evaluate(args, policy, reference, sampler, held_out)
     # progress: the steps and rounds that are done, and the pool, which holds groups that were sampled but not
     # yet used. Checkpoints hold it. A new run has no checkpoint and starts at step 0.
     progress = checkpoint.load_checkpoint(args, output_dir, policy, reference, optimizer, groups)
@@ -213,7 +219,8 @@ def main(args: Args):
         for step in range(progress.step, args.num_steps):
             metrics = {"step": step}
             if step > 0 and args.eval_every and step % args.eval_every == 0:
-                metrics |= log.write_evaluation(step, evaluate(args, policy, sampler, held_out, before))
+                evaluation = evaluate(args, policy, reference, sampler, held_out, before)
+                metrics |= log.write_evaluation(step, evaluation)
             started = time.perf_counter()
 
             # The global batch, the same on all ranks: pairs of the data set or, online, of the policy's
@@ -253,9 +260,9 @@ def main(args: Args):
                 clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (2P, T)
                 losses = dpo_loss(clipped_log_ratio, mask, args.beta)  # (P,)
                 utils.check_shape("dpo_loss", losses, (len(indices),))
-                (
-                    losses.sum() / args.batch_size
-                ).backward()  # summed over ranks: the mean over the global batch
+                loss = losses.sum() / args.batch_size  # summed over ranks: the mean over the global batch
+                loss.backward()
+                total_loss += loss.detach()
 
                 means.add(pair_metrics(clipped_log_ratio, logps, mask, args.beta))
                 means.add(clipping_metrics(args, log_ratio), mask)
@@ -288,7 +295,7 @@ def main(args: Args):
             log.write(metrics | run.perf_metrics(started, sum(lengths)))
             end_step()  # saves if a checkpoint is due; ends the run after SIGINT or SIGTERM
 
-        after = evaluate(args, policy, sampler, held_out, before)
+        after = evaluate(args, policy, reference, sampler, held_out, before)
 
     run.export(output_dir / "final", policy, tokenizer, eos_ids)
     log.report(progress.step, after)
@@ -302,59 +309,71 @@ def load_data(args, tokenizer, eos_ids) -> tuple[list, list]:
     groups = load_groups(args, tokenizer, eos_ids, args.dataset, args.dataset_split)
     held_out = []
     if args.eval_dataset:
-        offline = replace(args, online=False)  # held-out completions are read, also with --online
-        held_out = load_groups(offline, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
+        held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split, held_out=True)
     if not args.online:
         data.check_groups(args.dataset, groups, 2, args.batch_size)
     return groups, held_out
 
 
-def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
-    """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them."""
-    groups = []
-    skipped = []  # the reasons
-    for number, row in data.read_rows(name, split):
-        try:
-            groups.append(encode_row(args, tokenizer, eos_ids, row))
-        except data.SkipRow as reason:
-            skipped.append(str(reason))
-        except Exception as error:
-            error.add_note(f"{name}, row {number}")
-            raise
+def load_groups(args, tokenizer, eos_ids, name: str, split: str, **options) -> list[tuple]:
+    """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them.
+
+    The ranks of a machine share the work. options: further arguments of `encode_row`.
+    """
+    encode = partial(encode_row, args, tokenizer, eos_ids, **options)
+    groups, skipped = data.encode_rows(name, split, encode)
     data.print_summary(name, eos_ids, groups, skipped)
     return groups
 
 
-def encode_row(args, tokenizer, eos_ids, row):
-    """Returns (chosen, rejected), or (prompt,) if the row has no completions. Edit it to read other columns.
+def encode_row(args, tokenizer, eos_ids, row, held_out: bool = False):
+    """Returns (chosen, rejected), or (prompt,). Edit it to read other columns.
+
+    Training with --online reads the prompt alone. A held-out row may have completions or none.
 
     Raises data.SkipRow to skip the row, and utils.InputError to end the run because the row is malformed.
     """
     data.check_row(row)  # refuses rows with a column such as "system", which no script reads
-    prompt, completions = read_pair(row)
-    if args.online:  # trains on samples
-        completions = []
-    return tuple(data.encode(args, tokenizer, eos_ids, prompt, completions))
+    prompt_only = args.online
+    if held_out:
+        prompt_only = row.get("chosen") is None
+    if prompt_only:
+        prompt, completions = read_prompt(row), []
+    else:
+        prompt, completions = read_pair(row)
+    examples = data.encode(args, tokenizer, eos_ids, prompt, completions)
+    if args.online or held_out:  # the rewards of samples read the prompt and, with SCORE, the row
+        kept_row = row if SCORE else None
+        examples = [example._replace(prompt=prompt, row=kept_row) for example in examples]
+    return tuple(examples)
+
+
+def read_prompt(row):
+    """Reads the prompt alone. The completions, which may be missing or broken, can hold it in form 3."""
+    if row.get("prompt") is None and isinstance(row.get("chosen"), list):
+        return row["chosen"][:-1]
+    data.require_columns(row, "prompt")
+    return row["prompt"]
 
 
 def read_pair(row):
-    """Reads the prompt, and [chosen, rejected] or, if the row has neither, [].
+    """Reads the prompt and [chosen, rejected].
 
     A row has one of these forms, where Q stands for one or more messages, of which the last is the user's,
     and A and B are messages of the assistant:
         1. {"prompt": "text", "chosen": "text", "rejected": "text"}
         2. {"prompt": [Q], "chosen": [A], "rejected": [B]}
-        3. {"chosen": [Q, A], "rejected": [Q, B]}, with any prompt, which is not read (UltraFeedback)
+        3. {"chosen": [Q, A], "rejected": [Q, B]}, with or without a "prompt": [Q], or the text of a message
+           of Q (UltraFeedback)
     """
-    chosen, rejected = row.get("chosen"), row.get("rejected")
-    if chosen is None and rejected is None:
-        data.require_columns(row, "prompt")
-        return row["prompt"], []
     data.require_columns(row, "chosen", "rejected")
+    chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, list) and len(chosen) > 1:  # form 3
-        if chosen[:-1] != rejected[:-1]:
-            raise utils.InputError("chosen and rejected must differ only in their last message")
-        return chosen[:-1], [chosen[-1:], rejected[-1:]]
+        messages = chosen[:-1]
+        prompts = [None, messages, *(message["content"] for message in messages)]
+        if rejected[:-1] != messages or row.get("prompt") not in prompts:
+            raise utils.InputError("chosen and rejected must both be the prompt and one more message")
+        return messages, [chosen[-1:], rejected[-1:]]
     data.require_columns(row, "prompt")
     return row["prompt"], [chosen, rejected]
 
@@ -383,7 +402,9 @@ def load_models(args, device, longest: int):
     def load(dtype):
         model = run.load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
         run.check_positions(model.config, longest)
-        # Both models stay in eval mode, because dropout would make them differ at step 0.
+        # Both models stay in eval mode, because dropout would make them differ at step 0. To train with
+        # dropout all the same, call `policy.train()` after `load_models`, whose check of the attention
+        # refuses noise.
         return shard_model(args, model, device).eval()
 
     # "auto" is the dtype of the files: the weights stay memory-mapped, and all ranks of a machine share them.
@@ -391,6 +412,10 @@ def load_models(args, device, longest: int):
     policy = load("auto").to(torch.float32)
     # Loaded in its storage dtype, because a cast to bf16 would also round its buffers (RoPE's frequencies).
     reference = load(run.storage_dtype(args)).requires_grad_(False)
+    # Loading rounds a few buffers (Gemma's embed_scale) to its dtype, which may differ between both models.
+    # The policy takes those of the reference, otherwise log-ratios would not be 0 at step 0.
+    for name, buffer in policy.named_buffers():
+        buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         for block in decoder_blocks(policy):
             # Replaces the block's forward by one that recomputes activations in backward. transformers' own
@@ -498,12 +523,12 @@ class Evaluation(NamedTuple):
     samples: list  # one sample for the prompt of each of the first --eval-samples rows
 
 
-def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Evaluation:
+def evaluate(args, policy, reference, sampler, held_out: list[tuple], initial=None) -> Evaluation:
     """Evaluates the policy on held-out pairs and on samples for the prompts of the first rows.
 
     The pairs give the loss without humanline clipping, where the reference is the initial policy. The samples
-    give their length, whether they finished and, if there is a reward model, their reward and the win rate
-    over the initial policy's samples.
+    give their length, whether they finished, their KL from the initial policy and, if they have rewards, the
+    reward and the win rate over the initial policy's samples.
 
     Args:
         initial: the evaluation of the initial policy, or None when this is that evaluation.
@@ -521,7 +546,7 @@ def evaluate(args, policy, sampler, held_out: list[tuple], initial=None) -> Eval
         values["eval/margin"] = chosen - rejected  # β · nats
     # A prompt that stands in several rows is sampled once for each of them.
     prompts = [group[0] for group in held_out[: args.eval_samples]]
-    samples, sample_values = sampler.evaluate(policy, prompts, initial)
+    samples, sample_values = sampler.evaluate(policy, reference, prompts, initial)
     return Evaluation(sample_values | values, logps, samples)  # in this order in the table at the end
 
 

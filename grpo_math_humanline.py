@@ -61,6 +61,7 @@ class Args:
     group_size: int = 8  # samples per problem (G) (Table 2)
     sample_every: int = 64  # optimizer steps between rounds of sampling (S); 1: online (Figure 7: 1 and 64)
     # humanline
+
     # --no-humanline: no humanline clipping (ε still clips), and syncs only when a round starts.
     humanline: bool = True
     # Optimizer steps between syncs of the reference (Table 2: 12 to 24; 1 collapses); 0: syncs only when a
@@ -216,7 +217,7 @@ def main(args: Args):
     output_dir = run.open_folder(args, __file__)
     run.print_plan(args, output_dir, policy, tokenizer, problems, args.prompts_per_step)
     # A resumed run evaluates the initial policy again: it is the baseline of the report.
-    before = evaluate(args, policy, sampler, grader, held_out)
+    before = evaluate(args, policy, reference, sampler, grader, held_out)
     # progress: the steps that are done, and the pool, which holds groups that were sampled but not yet used.
     # Checkpoints hold it. A new run has no checkpoint and starts at step 0.
     progress = checkpoint.load_checkpoint(args, output_dir, policy, reference, optimizer, problems)
@@ -229,7 +230,8 @@ def main(args: Args):
         for step in range(progress.step, args.num_steps):
             metrics = {"step": step}
             if step > 0 and args.eval_every and step % args.eval_every == 0:
-                metrics |= log.write_evaluation(step, evaluate(args, policy, sampler, grader, held_out))
+                evaluation = evaluate(args, policy, reference, sampler, grader, held_out)
+                metrics |= log.write_evaluation(step, evaluation)
             started = time.perf_counter()
 
             # The global batch, the same on all ranks: groups of the policy's own samples. A round gives the
@@ -310,7 +312,7 @@ def main(args: Args):
             log.write(metrics | run.perf_metrics(started, sum(lengths)))
             end_step()  # saves if a checkpoint is due; ends the run after SIGINT or SIGTERM
 
-        after = evaluate(args, policy, sampler, grader, held_out)
+        after = evaluate(args, policy, reference, sampler, grader, held_out)
 
     run.export(output_dir / "final", policy, tokenizer, eos_ids)
     log.report(progress.step, after)
@@ -333,18 +335,13 @@ def load_data(args, tokenizer, eos_ids, grader) -> tuple[list, list]:
     return problems, held_out
 
 
-def load_groups(args, tokenizer, eos_ids, name: str, split: str) -> list[tuple]:
-    """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them."""
-    groups = []
-    skipped = []  # the reasons
-    for number, row in data.read_rows(name, split):
-        try:
-            groups.append(encode_row(args, tokenizer, eos_ids, row))
-        except data.SkipRow as reason:
-            skipped.append(str(reason))
-        except Exception as error:
-            error.add_note(f"{name}, row {number}")
-            raise
+def load_groups(args, tokenizer, eos_ids, name: str, split: str, **options) -> list[tuple]:
+    """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them.
+
+    The ranks of a machine share the work. options: further arguments of `encode_row`.
+    """
+    encode = partial(encode_row, args, tokenizer, eos_ids, **options)
+    groups, skipped = data.encode_rows(name, split, encode)
     data.print_summary(name, eos_ids, groups, skipped)
     return groups
 
@@ -368,7 +365,7 @@ def encode_row(args, tokenizer, eos_ids, row):
     _, opening, rest = tokenizer.decode(example.prompt_ids).rpartition("<think>\n")
     if rest:
         opening = ""
-    return (example._replace(answer=answer, opening=opening, row=row),)
+    return (example._replace(prompt=prompt, answer=answer, opening=opening, row=row),)
 
 
 def draw_batch(groups, number: int, size: int, seed: int):
@@ -395,7 +392,9 @@ def load_models(args, device, longest: int):
     def load(dtype):
         model = run.load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
         run.check_positions(model.config, longest)
-        # Both models stay in eval mode, because dropout would make them differ at step 0.
+        # Both models stay in eval mode, because dropout would make them differ at step 0. To train with
+        # dropout all the same, call `policy.train()` after `load_models`, whose check of the attention
+        # refuses noise.
         return shard_model(args, model, device).eval()
 
     # "auto" is the dtype of the files: the weights stay memory-mapped, and all ranks of a machine share them.
@@ -403,6 +402,10 @@ def load_models(args, device, longest: int):
     policy = load("auto").to(torch.float32)
     # Loaded in its storage dtype, because a cast to bf16 would also round its buffers (RoPE's frequencies).
     reference = load(run.storage_dtype(args)).requires_grad_(False)
+    # Loading rounds a few buffers (Gemma's embed_scale) to its dtype, which may differ between both models.
+    # The policy takes those of the reference, otherwise log-ratios would not be 0 at step 0.
+    for name, buffer in policy.named_buffers():
+        buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         for block in decoder_blocks(policy):
             # Replaces the block's forward by one that recomputes activations in backward. transformers' own
@@ -493,8 +496,8 @@ class Evaluation(NamedTuple):
     samples: list  # one sample for each of the first --eval-samples problems
 
 
-def evaluate(args, policy, sampler, grader, held_out: list[tuple]) -> Evaluation:
-    """Evaluates the policy on samples for held-out problems: rewards, length, and whether they finished.
+def evaluate(args, policy, reference, sampler, grader, held_out: list[tuple]) -> Evaluation:
+    """Evaluates the policy on samples for held-out problems: rewards, length, whether they finished, and KL.
 
     eval/accuracy is pass@1. Values are first averaged over the samples of a problem, so the standard errors
     are over problems.
@@ -507,6 +510,7 @@ def evaluate(args, policy, sampler, grader, held_out: list[tuple]) -> Evaluation
     samples, values, _ = grade_samples(grader, problem_samples)  # values: {name: (N,)}
     # This adds length, finished and reward, which is the weighted sum of the rewards in `values`.
     values |= sampling.sample_statistics(samples)
+    values["kl"] = sampler.kl_from_initial(policy, reference, samples)
     values = {f"eval/{name}": numbers.view(-1, count).mean(1) for name, numbers in values.items()}
     return Evaluation(values, samples[::count])
 
@@ -516,7 +520,8 @@ def evaluate(args, policy, sampler, grader, held_out: list[tuple]) -> Evaluation
 
 WEIGHTS = {"accuracy": 8.0, "format": 1.0, "tag_count": 1.0}  # weights of the rewards (Table 2)
 # Grades an answer. To grade others, for example programs, replace it by the name of a function with the same
-# arguments (docs/grpo_math.md has an example). It runs in a worker with a limit of 100 s.
+# arguments (docs/grpo_math.md has an example). It runs in a worker with limits: 5 s of CPU time, 100 s of
+# wall-clock time, 4 GiB.
 GRADE = grading.grade
 
 
@@ -552,14 +557,16 @@ def grade_samples(grader, groups: list):
     samples = [sample for group in groups for sample in group]
     jobs = [(sample.answer, sample.text, sample.question) for sample in samples]
     verdicts = grading.grade_all(grader, GRADE, jobs)
-    correct = [float(verdict or 0) for verdict in verdicts]
+    correct = [verdict or 0.0 for verdict in verdicts]  # None: wrong
     rewards = {
         "accuracy": correct,
         "format": [format_reward(sample.opening + sample.text) for sample in samples],
         "tag_count": [tag_count_reward(sample.opening + sample.text) for sample in samples],
     }
+    if rewards.keys() != WEIGHTS.keys():
+        raise utils.InputError(f"the rewards {', '.join(rewards)} have the weights {WEIGHTS}")
     rewards = run.broadcast(rewards)  # rank 0's: a reward of your own may differ between ranks
-    rewards = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in rewards.items()}
+    rewards = {name: sampling.as_rewards(numbers, len(samples)) for name, numbers in rewards.items()}
     totals = sum(WEIGHTS[name] * numbers for name, numbers in rewards.items()).tolist()
     graded = []
     for sample, total, is_correct in zip(samples, totals, correct):

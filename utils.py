@@ -1,13 +1,24 @@
 """Log-probability and evaluation helpers, shared by the four humanline scripts.
 
-Their order: what a script's loop calls, what it calls for statistics, and what `token_logps` needs. Loading,
-data, sampling and checkpoints are in support/, whose modules import this one.
+The central function is `token_logps`: a script trains on the log-probs that it returns. The sections:
+
+    Examples and micro-batches   what a batch is made of, and how it is divided over ranks and forward passes
+    Log-probs                    `token_logps`, and `completion_logps` for evaluations
+    Statistics and checks        means of a step's metrics and of evaluations
+    Packing and attention        how `token_logps` computes without padding
+    Head log-probs               how `token_logps` computes without keeping all logits
+
+The last two only save time and memory. Loading, data, sampling and checkpoints are in support/, whose modules
+import this one.
 
 Notation: B sequences of T tokens, N completion tokens (in statistics: N samples), a vocabulary of V tokens,
 hidden size D. Log-probs are in nats. A mask is 1 at completion tokens and 0 elsewhere.
 """
 
+import bisect
+import contextlib
 import heapq
+import inspect
 import math
 from array import array
 from typing import NamedTuple
@@ -18,6 +29,11 @@ import torch.nn.functional as F
 import transformers
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
+
+
+class InputError(Exception):
+    """Raised if a flag, file, row, model or disk cannot be used, or if a number is not finite."""
+
 
 # === Examples and micro-batches ===
 # Splitting a batch over ranks and forward passes, and padding. Losses must be sums over sequences or tokens
@@ -31,17 +47,18 @@ class Example(NamedTuple):
     does not use keeps its default.
     """
 
+    # of all
     prompt: str | list  # text or messages
     prompt_ids: array  # of ints ("i"), which need a quarter of a list's memory
     completion_ids: array = array("i")  # ends with an EOS token, unless it was truncated
+    row: dict | None = None  # the row of the data set, for reward functions
+    # of rows with scores or labels, and of samples
     reward: float | None = None  # the completion's reward, or its score in a data set; None: unknown
     desirable: bool | None = None  # KTO's label; None: unknown
-    # of samples only
+    # of samples
     text: str = ""  # the completion
     finished: bool = True  # whether the sample ended with an EOS token, before any truncation
-    # of rows and samples
-    row: dict | None = None  # the row of the data set, for reward functions
-    # of math problems only
+    # of math problems
     answer: str = ""  # the gold answer
     opening: str = ""  # what the template has written of the completion, for example "<think>\n"
     correct: bool = False  # whether the answer of the completion equals the gold answer
@@ -57,11 +74,9 @@ class Example(NamedTuple):
         return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
 
     def truncate(self, max_length: int):
-        """Returns the example with its completion truncated, so that its length is at most max_length.
-
-        The prompt must be shorter than max_length: `data.encode` skips a row with a longer one.
-        """
-        return self._replace(completion_ids=self.completion_ids[: max_length - len(self.prompt_ids)])
+        """Returns the example with its completion truncated, so that its length is at most max_length."""
+        room = max(0, max_length - len(self.prompt_ids))
+        return self._replace(completion_ids=self.completion_ids[:room])
 
 
 def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int):
@@ -81,21 +96,28 @@ def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int):
     """
     limit = max_tokens or sum(lengths)
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    sizes = [min(length, limit) for length in lengths]  # a longer sequence leaves no room for another one
-    count = (sum(sizes) - 1) // (limit * ranks) * ranks  # too few
-    while True:
-        count += ranks
+
+    def distribute(count):
+        """Returns `count` micro-batches, or None if one of them would exceed the limit.
+
+        Each sequence, the longest first, goes to the micro-batch that has the fewest tokens so far.
+        """
         micro_batches = [[] for _ in range(count)]
         heap = [(0, number) for number in range(count)]  # (tokens, number of the micro-batch), smallest first
-        for i in longest_first:  # goes to the micro-batch that has the fewest tokens so far
+        for i in longest_first:
             tokens, smallest = heap[0]
-            tokens += sizes[i]
+            tokens += min(lengths[i], limit)  # a longer sequence leaves no room for another one
             if tokens > limit:
-                break
+                return None
             micro_batches[smallest].append(i)
             heapq.heapreplace(heap, (tokens, smallest))
-        else:
-            return micro_batches
+        return micro_batches
+
+    # If a count is enough, every larger one is too, because a further micro-batch never makes the fullest one
+    # fuller. So bisection finds the smallest count. With one micro-batch for each sequence it is enough.
+    counts = range(ranks, len(lengths) + ranks + 1, ranks)
+    fewest = bisect.bisect_left(counts, True, key=lambda count: distribute(count) is not None)
+    return distribute(counts[fewest])
 
 
 def pad_batch(examples: list[Example], device):
@@ -113,13 +135,21 @@ def pad_rows(rows, device, value=0, side: str = "right"):
 
 # === Log-probs ===
 # The log-probs of completion tokens. A model may be called in another way, as long as `token_logps` returns
-# the same numbers: tests/test_token_logps.py compares them with a plain forward pass.
+# the same numbers: tests/test_utils.py compares them with the two lines in its docstring.
+
+# Attention implementations that keep packed sequences apart (see "Packing and attention" below).
+PACKED = ("varlen", "loop", "flash_attention_2")
 
 
 def token_logps(model, input_ids, mask, temperature: float = 1.0):
-    """Computes log π(y_t | x, y_<t) of every completion token, (B, T) in fp32 or wider; 0 where mask is 0.
+    """Computes log π(y_t | x, y_<t) of completion tokens; during the call, the model's head returns them.
 
-    Logits are fp32 or wider too, because bf16 logits near 16 are spaced 0.125 apart, while log-ratios are of
+    Returns the same as these two lines, with less memory and without padding:
+
+        logits = model(input_ids).logits[:, :-1].transpose(1, 2).float() / temperature  # (B, V, T - 1)
+        return mask * F.pad(-F.cross_entropy(logits, input_ids[:, 1:], reduction="none"), (1, 0))
+
+    Logits are fp32 or wider, because bf16 logits near 16 are spaced 0.125 apart, while log-ratios are of
     order 1e-3 if the reference is synced before every update (`--k 1`).
 
     Args:
@@ -128,41 +158,55 @@ def token_logps(model, input_ids, mask, temperature: float = 1.0):
             whose mask is all 0 is allowed: its log-probs are 0, and its gradient is 0.
         temperature: divides the logits. It must be 1, except for a policy that is trained at its sampling
             temperature (grpo_math).
-    """
-    selected = mask.bool()
-    head = model.get_output_embeddings()  # an nn.Linear
-    config = model.config.get_text_config()
-    softcap = getattr(config, "final_logit_softcapping", None)
-    targets = input_ids[selected]  # (N,)
-    inputs = {"input_ids": input_ids}  # no mask: padding is on the right, and causal attention never sees it
-    predicting = F.pad(selected[:, 1:], (0, 1))  # (B, T): the hidden state at t - 1 predicts token t
-    if model.config._attn_implementation in PACKED:  # see "Packing and attention" below
-        inputs, predicting = pack(input_ids, predicting)  # predicting: (1, ΣT), in the same order
 
-    def head_logps(hidden):  # (B, T, D) -> (N,)
+    Returns:
+        (B, T) in fp32 or wider; 0 where the mask is 0.
+    """
+    selected = mask.bool()  # (B, T)
+    targets = input_ids[selected]  # (N,)
+    # The hidden state at t - 1 predicts token t. The last token predicts nothing.
+    predicting = F.pad(selected[:, 1:], (0, 1))  # (B, T)
+    inputs = {"input_ids": input_ids}  # no mask: padding is on the right, and causal attention never sees it
+    if model.config._attn_implementation in PACKED:
+        inputs, predicting = pack(input_ids, predicting)  # (1, ΣT) each, with the N targets in the same order
+
+    head = model.get_output_embeddings()  # an nn.Linear
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+
+    def head_logps(hidden):  # (B, T, D), packed (1, ΣT, D) -> (N,)
         tensors = (hidden[predicting], targets, head.weight, head.bias)
         return HeadLogps.apply(*tensors, softcap, temperature)
 
-    # During this forward pass the head returns log-probs instead of logits. It must still be called as a
-    # module, because FSDP2 gathers its weight in the module's hooks. A softcap is applied by HeadLogps, so
-    # the model must not apply it to the log-probs. It is set through vars(), because some configs reject
-    # None.
-    head.forward = head_logps
+    with replaced_head(model, head_logps):
+        logps = model(**inputs, use_cache=False).logits  # (N,): what the head has returned
+    zeros = torch.zeros_like(mask, dtype=logps.dtype)
+    return zeros.masked_scatter(selected, logps)  # (B, T)
+
+
+@contextlib.contextmanager
+def replaced_head(model, function):
+    """Lets the model's head return `function(hidden)`, and lets the model apply no softcap to the result.
+
+    The head must still be called as a module, because FSDP2 gathers its weight in the module's hooks. The
+    softcap (Gemma 2) is set through vars(), because some configs reject None.
+    """
+    head = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    softcap = getattr(config, "final_logit_softcapping", None)
+    head.forward = function
     if softcap:
         vars(config)["final_logit_softcapping"] = None
     try:
-        logps = model(**inputs, use_cache=False).logits  # (N,)
+        yield
     finally:
         del head.forward  # the head has its class's forward again
         if softcap:
             vars(config)["final_logit_softcapping"] = softcap
-    zeros = torch.zeros_like(mask, dtype=logps.dtype)
-    return zeros.masked_scatter(selected, logps)
 
 
 @torch.no_grad()
 def completion_logps(model, examples: list[Example], max_tokens: int):
-    """Computes `token_logps` of all examples, on all ranks together. Every rank gets the result.
+    """Computes `token_logps` of all examples without gradients, on all ranks together. All get the result.
 
     max_tokens: the maximum for a micro-batch; 0: unlimited.
 
@@ -200,9 +244,14 @@ class Means:
         Args:
             values: {name: one value for each sequence, pair or token}.
             weights: a tensor of the same shape; a mask selects the values to average. None: all.
+
+        Raises ValueError if a shape differs, because the mean would be one of other values.
         """
         for name, value in values.items():
             weight = torch.ones_like(value) if weights is None else weights
+            if weight.shape != value.shape:
+                shapes = f"{tuple(value.shape)} and its weights {tuple(weight.shape)}"
+                raise ValueError(f"{name} has shape {shapes}")
             total = (value.detach() * weight).sum()
             sums = torch.stack([total.double(), weight.sum().double()])
             self.sums[name] = self.sums.get(name, 0) + sums
@@ -224,17 +273,13 @@ def above(values, baseline):
 
 
 def mean_and_error(values: dict[str, torch.Tensor]) -> dict[str, tuple]:
-    """Returns {name: (mean, standard error, n)} of {name: n values}."""
+    """Returns {name: (mean, standard error, n)} of {name: n values}. The error of one value is nan."""
     statistics = {}
     for name, numbers in values.items():
         numbers = numbers.double()
         error = numbers.std() / math.sqrt(len(numbers))
         statistics[name] = (numbers.mean().item(), error.item(), len(numbers))
     return statistics
-
-
-class InputError(Exception):
-    """Raised if a flag, file, row, model or disk cannot be used, or if a number is not finite."""
 
 
 def check_shape(function: str, tensor, shape):
@@ -261,6 +306,125 @@ def check_finite(metrics: dict):
 #
 # `pack` passes the lengths under the names that transformers' flash attention expects. To try flash attention
 # (pip install flash-attn), add "flash_attention_2" to what `attention_candidates` returns.
+
+
+def pack(input_ids, predicting):
+    """Concatenates padded sequences (B, T) into one row without padding, (1, ΣT).
+
+    Each sequence ends with the last position that predicts a target, because the tokens after this position
+    need no forward pass. Without a target it keeps one token, because an attention kernel may refuse a
+    sequence of length 0.
+
+    Returns:
+        The model's inputs, and `predicting` for the row, (1, ΣT).
+    """
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    # The last position that predicts, counted from 1, is the length. Elsewhere the product is 0.
+    lengths = ((positions + 1) * predicting).amax(1).clamp(min=1)  # (B,)
+    kept = positions < lengths[:, None]
+    boundaries = F.pad(lengths.cumsum(0), (1, 0)).int()  # (B + 1,): where sequences begin and end
+    longest = lengths.max().item()
+    inputs = {
+        "input_ids": input_ids[kept][None],
+        "position_ids": positions[kept][None],
+        "cu_seq_lens_q": boundaries,
+        "cu_seq_lens_k": boundaries,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+    return inputs, predicting[kept][None]
+
+
+# Options that transformers' layers pass to every attention, and that change no result here.
+NEUTRAL = {"position_ids", "use_cache", "output_router_logits", "cu_seq_lens_k", "max_length_k"}
+
+
+def check_plain(attention_mask, longest: int, dropout=0.0, sliding_window=None, **options):
+    """Raises TypeError if a layer asks for more than causal attention, which packing would ignore.
+
+    For example for a softcap, sinks, or a bias that it passes as a mask (Doge). transformers makes no mask,
+    because it does not know these attention implementations. `choose_attention` catches the error, and the
+    model keeps its own attention.
+
+    longest: the length of the longest sequence, which must fit into a window.
+    """
+    unknown = [name for name, value in options.items() if value is not None and name not in NEUTRAL]
+    fits = sliding_window is None or longest <= sliding_window
+    if attention_mask is not None or dropout or unknown or not fits:
+        raise TypeError(f"packed attention has no mask, dropout, short window or options {unknown}")
+
+
+# With this option query heads may share a key head. torch 2.11, which some GPU machines have, lacks it.
+SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def varlen_attention(
+    module, query, key, value, attention_mask, cu_seq_lens_q, max_length_q, scaling, **options
+):
+    """Computes causal attention for packed sequences in one kernel (CUDA, bf16, most head sizes).
+
+    query, key, value: (1, heads, ΣT, head size). transformers passes the lengths on from the inputs that
+    `pack` returns. Calling the model without them, other than by `token_logps`, raises TypeError.
+    """
+    check_plain(attention_mask, max_length_q, **options)
+    if not SHARED_HEADS:
+        queries = query.shape[1] // key.shape[1]  # query heads of a key head
+        key = key.repeat_interleave(queries, 1)
+        value = value.repeat_interleave(queries, 1)
+    output = varlen_attn(
+        query[0].transpose(0, 1),  # (ΣT, heads, head size)
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
+        window_size=(-1, 0),  # causal
+        **SHARED_HEADS,
+    )
+    return output[None], None  # (1, ΣT, heads, head size)
+
+
+@torch.compiler.disable  # the lengths differ in every micro-batch, so every call would compile again
+def loop_attention(
+    module, query, key, value, attention_mask, cu_seq_lens_q, max_length_q, scaling, **options
+):
+    """Computes the same as `varlen_attention` with one SDPA call for each sequence."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward  # this import takes 0.5 s
+
+    check_plain(attention_mask, max_length_q, **options)
+    lengths = cu_seq_lens_q.diff().tolist()
+    outputs = []
+    for q, k, v in zip(*(states.split(lengths, dim=2) for states in (query, key, value))):
+        # Without a mask sdpa is causal.
+        output, _ = sdpa_attention_forward(module, q, k, v, None, scaling=scaling)
+        outputs.append(output)
+    return torch.cat(outputs, dim=1), None
+
+
+ATTENTION = {"varlen": varlen_attention, "loop": loop_attention}
+
+
+def attention_candidates(model, longest: int, logits) -> list[str]:
+    """Returns the attention implementations to try, fastest first. The model's own comes last.
+
+    The packed implementations replace only sdpa, and only in models that pass further inputs on to the
+    attention. They apply no window, so every sequence must fit into the model's window. A state that is
+    carried along the row (linear attention, Mamba) would leak from one sequence into the next.
+    """
+    own = model.config._attn_implementation  # "eager" for models with a softcap of the attention
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None) or math.inf
+    # Layers of unknown types are treated as if they carried a state.
+    other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if own != "sdpa" or not model._supports_attention_backend or longest > window:
+        return [own]
+    if other_layers or model._is_stateful:
+        return [own]
+    if logits.is_cuda and logits.dtype == torch.bfloat16:
+        return ["varlen", "loop", own]
+    return ["loop", own]
 
 
 @torch.no_grad()
@@ -303,108 +467,6 @@ def choose_attention(model, longest: int) -> str:
         if found[name] <= limit:
             return name
     raise InputError(f"--model: log-probs depend on later tokens, on noise or on a factor: {found}")
-
-
-def attention_candidates(model, longest: int, logits) -> list[str]:
-    """Returns the attention implementations to try, fastest first. The model's own comes last.
-
-    The packed implementations replace only sdpa, and only in models that pass further inputs on to the
-    attention. They apply no window, so every sequence must fit into the model's window. A state that is
-    carried along the row (linear attention, Mamba) would leak from one sequence into the next.
-    """
-    own = model.config._attn_implementation  # "eager" for models with a softcap of the attention
-    config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None) or math.inf
-    # Layers of unknown types are treated as if they carried a state.
-    other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if own != "sdpa" or not model._supports_attention_backend or longest > window:
-        return [own]
-    if other_layers or model._is_stateful:
-        return [own]
-    if logits.is_cuda and logits.dtype == torch.bfloat16:
-        return ["varlen", "loop", own]
-    return ["loop", own]
-
-
-def pack(input_ids, predicting):
-    """Concatenates padded sequences (B, T) into one row without padding, (1, ΣT).
-
-    Each sequence ends with the last position that predicts a target, because the tokens after this position
-    need no forward pass. Without a target it keeps one token, because an attention kernel may refuse a
-    sequence of length 0.
-
-    Returns:
-        The model's inputs, and `predicting` for the row, (1, ΣT).
-    """
-    positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    # The last position that predicts, counted from 1, is the length. Elsewhere the product is 0.
-    lengths = ((positions + 1) * predicting).amax(1).clamp(min=1)  # (B,)
-    kept = positions < lengths[:, None]
-    boundaries = F.pad(lengths.cumsum(0), (1, 0)).int()  # (B + 1,): where sequences begin and end
-    longest = lengths.max().item()
-    inputs = {
-        "input_ids": input_ids[kept][None],
-        "position_ids": positions[kept][None],
-        "cu_seq_lens_q": boundaries,
-        "cu_seq_lens_k": boundaries,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
-    return inputs, predicting[kept][None]
-
-
-def varlen_attention(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    cu_seq_lens_q,
-    cu_seq_lens_k,
-    max_length_q,
-    max_length_k,
-    **options,
-):
-    """Causal attention for packed sequences in one kernel (CUDA, bf16, most head sizes).
-
-    `attention_mask` is None, because transformers makes masks only for the attention implementations that it
-    knows. `attention_candidates` excludes windows. There is no dropout, because the scripts keep their models
-    in eval mode, also in training.
-    """
-    output = varlen_attn(
-        query[0].transpose(0, 1),  # (ΣT, heads, head size)
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        cu_seq_lens_q,
-        cu_seq_lens_k,
-        max_length_q,
-        max_length_k,
-        scale=options["scaling"],
-        window_size=(-1, 0),  # causal
-        enable_gqa=True,  # query heads may share a key head
-    )
-    return output[None], None
-
-
-@torch.compiler.disable  # the lengths differ in every micro-batch, so every call would compile again
-def loop_attention(module, query, key, value, attention_mask, cu_seq_lens_q, **options):
-    """Causal attention for packed sequences: one SDPA call for each sequence.
-
-    query, key, value: (1, heads, ΣT, head size). transformers passes `cu_seq_lens_q` on from the inputs that
-    `pack` returns. Calling the model without it, other than by `token_logps`, raises TypeError.
-    """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward  # this import takes 0.5 s
-
-    lengths = cu_seq_lens_q.diff().tolist()
-    outputs = []
-    for q, k, v in zip(*(states.split(lengths, dim=2) for states in (query, key, value))):
-        output, _ = sdpa_attention_forward(module, q, k, v, None, **options)  # causal, because it has no mask
-        outputs.append(output)
-    return torch.cat(outputs, dim=1), None
-
-
-ATTENTION = {"varlen": varlen_attention, "loop": loop_attention}
-PACKED = (*ATTENTION, "flash_attention_2")  # attention implementations that keep packed sequences apart
 
 
 # === Head log-probs ===
@@ -510,7 +572,16 @@ def head_blocks(hidden, targets, weight, bias, softcap, temperature):
 
 def matmul_fp32(a, b):
     """Computes a @ b with results in fp32 or wider."""
-    if a.is_cuda and a.dtype == b.dtype == torch.bfloat16:
+    are_bf16 = a.dtype == b.dtype == torch.bfloat16
+    if are_bf16 and a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)  # exact products of bf16 numbers, summed in fp32
     dtype = torch.promote_types(a.dtype, torch.float32)
-    return a.to(dtype) @ b.to(dtype)
+    # For speed alone, because some CPUs have units for bf16: "bf16" rounds the factors to bf16, which changes
+    # nothing if they were bf16, and sums in fp32. The setting holds for all fp32 products of the process.
+    settings = torch.backends.mkldnn.matmul
+    precision = settings.fp32_precision
+    if are_bf16:
+        settings.fp32_precision = "bf16"
+    product = a.to(dtype) @ b.to(dtype)
+    settings.fp32_precision = precision
+    return product

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -118,7 +119,8 @@ def print_resume_command(folder: Path, progress: Progress):
     launcher = "python"
     if dist.is_torchelastic_launched():
         launcher = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
-    command = shlex.join([sys.argv[0], "--resume", str(folder)])
+    words = takewhile(lambda word: not word.startswith("-"), sys.argv)  # of paper/variants.py more than one
+    command = shlex.join([*words, "--resume", str(folder)])
     run.print_main(f"\nstopped after {progress.step} steps; to resume: {launcher} {command}")
 
 

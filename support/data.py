@@ -3,17 +3,23 @@
 To read another kind of file, extend `read_rows`. To read other columns, edit `encode_row` in the script. If
 you build Examples in another way, make their ids arrays ("i"), and end completion_ids with an EOS token,
 unless the completion is truncated.
+
+A group is the tuple of a row's Examples: one for each completion, or one with the prompt alone.
 """
 
 import gzip
 import json
+import os
+import re
 import unicodedata
 from array import array
-from collections import Counter
 from contextlib import suppress
+from functools import cache
+from itertools import islice
 from pathlib import Path
 
 import pyarrow.parquet
+import torch.distributed as dist
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -21,27 +27,97 @@ from support import run
 from utils import Example, InputError
 
 # === Rows ===
+# The rows of a file, and their groups. The files are read in pieces, and the groups hold token ids, so that
+# a large data set needs little memory.
+
+CHUNK = 500  # rows that a rank encodes before the ranks exchange their groups
 
 
 def read_rows(name: str, split: str):
     """Yields (number, row) of a .jsonl, .jsonl.gz or .parquet file, or of a Hub data set, counted from 1.
 
+    The number of a row of a .jsonl file is the number of its line.
+
     split: the split of a Hub data set; a file has none.
     """
     with run.library_errors(name):
         if name.endswith((".jsonl", ".jsonl.gz")):
-            open_file = gzip.open if name.endswith(".gz") else open
-            with open_file(name, "rt", encoding="utf-8") as file:
-                rows = [json.loads(line) for line in file if line.strip()]
+            rows = read_lines(name)
         elif name.endswith(".parquet"):
-            rows = pyarrow.parquet.read_table(name).to_pylist()
+            rows = read_parquet(name)
         else:
             import datasets  # not at the top of the file, because the import takes a second
 
-            rows = datasets.load_dataset(name, split=split)
-    # A bar for large files. Every row is tokenized before the next one is read.
-    bar = tqdm(rows, f"reading {name}", leave=False, unit=" rows", delay=2, disable=not run.is_main())
-    yield from enumerate(bar, 1)
+            rows = enumerate(datasets.load_dataset(name, split=split), 1)
+        hidden = not run.is_main()
+        yield from tqdm(rows, f"reading {name}", leave=False, unit=" rows", delay=2, disable=hidden)
+
+
+def read_lines(name: str):
+    """Yields (number, row) of the lines of a .jsonl or .jsonl.gz file. Empty lines are no rows."""
+    open_file = gzip.open if name.endswith(".gz") else open
+    with open_file(name, "rt", encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"row {number} is no JSON: {error}") from error
+                yield number, row
+
+
+def read_parquet(name: str):
+    """Yields (number, row) of a .parquet file."""
+    import datasets
+
+    number = 0
+    for batch in pyarrow.parquet.ParquetFile(name).iter_batches(CHUNK):
+        table = pyarrow.Table.from_batches([batch])
+        # Dataset decodes columns of Arrow's JSON type, which `table.to_pylist()` leaves as text. Without its
+        # metadata the table has no images, which Dataset would decode too.
+        for row in datasets.Dataset(table.replace_schema_metadata()).to_list():
+            number += 1
+            yield number, row
+
+
+def encode_rows(name: str, split: str, encode) -> tuple[list, list]:
+    """Encodes all rows of a data set. The ranks of a machine share the work, and all get all groups.
+
+    Ranks of other machines do not share it, because they may have another file of this name, by mistake:
+    `hash_data` finds this.
+
+    encode: a function that returns the group of a row, or raises SkipRow.
+
+    Returns:
+        The groups in the order of the rows, and [(row number, reason), ...] of the skipped rows.
+    """
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if ranks > 1:
+        machine, _ = dist.new_subgroups(ranks)
+    groups = []
+    skipped = []
+    rows = read_rows(name, split)
+    for chunk in iter(lambda: list(islice(rows, CHUNK * ranks)), []):  # until no row is left
+        results = []  # of this rank's part
+        for number, row in run.share(chunk, rank, ranks):
+            try:
+                results.append((number, encode(row)))
+            except Exception as error:
+                results.append((number, error))
+        parts = [results] * ranks
+        if ranks > 1:
+            dist.all_gather_object(parts, results, machine)
+            parts[rank] = results  # whose exceptions have a traceback
+        for number, result in sum(parts, []):
+            if isinstance(result, SkipRow):
+                skipped.append((number, str(result)))
+            elif isinstance(result, Exception):
+                result.add_note(f"{name}, row {number}")
+                raise result
+            else:
+                groups.append(result)
+    return groups, skipped
 
 
 def check_row(row):
@@ -65,16 +141,19 @@ class SkipRow(Exception):
     """Raised to skip a row, with the reason. InputError means a malformed row, and ends the run."""
 
 
-def print_summary(name: str, eos_ids: set[int], groups: list[tuple], skipped: list[str]):
+def print_summary(name: str, eos_ids: set[int], groups: list[tuple], skipped: list[tuple]):
     """Prints how many rows a data set has, how many were skipped and why, and what was truncated.
 
     Raises InputError if no row is left.
 
-    groups: for each kept row, the tuple of its Examples. skipped: for each other row, the reason.
+    skipped: [(row number, reason), ...].
     """
     summary = f"{name}: {len(groups)} of {len(groups) + len(skipped)} rows"
-    for reason, count in Counter(skipped).items():
-        summary += f"; {count} skipped: {reason}"
+    numbers_by_reason = {}
+    for number, reason in skipped:
+        numbers_by_reason.setdefault(reason, []).append(number)
+    for reason, numbers in numbers_by_reason.items():
+        summary += f"; {len(numbers)} skipped, the first is row {numbers[0]}: {reason}"
     # Truncated completions have no EOS token.
     completions = [example.completion_ids for group in groups for example in group if example.completion_ids]
     truncated = sum(ids[-1] not in eos_ids for ids in completions)
@@ -134,60 +213,107 @@ def load_tokenizer(args):
         tokenizer.eos_token = args.eos_token
     if tokenizer.eos_token not in tokenizer.get_vocab():
         raise InputError(f"the tokenizer has no token {tokenizer.eos_token}: set one with --eos-token")
-    return tokenizer, {tokenizer.eos_token_id, *ids} - {None}
+    eos_ids = {tokenizer.eos_token_id, *ids} - {None}
+    if tokenizer.chat_template:
+        warn_about_end(tokenizer, eos_ids)
+    return tokenizer, eos_ids
+
+
+def warn_about_end(tokenizer, eos_ids: set[int]):
+    """Warns if the chat template ends an answer with another token than an EOS token.
+
+    Samples would not end there. For example, base models whose template is ChatML often have another EOS
+    token than <|im_end|>.
+    """
+    messages = as_messages("Text") + as_messages("Text", "assistant")
+    end = render(tokenizer, messages).rpartition("Text")[2].strip()
+    first_id = tokenizer(end, add_special_tokens=False).input_ids[:1]
+    if not eos_ids.issuperset(first_id):
+        run.print_main(
+            f"warning: the chat template ends an answer with {end!r}, which is no EOS token, so samples do "
+            "not end there: pass --eos-token"
+        )
 
 
 def encode(args, tokenizer, eos_ids: set[int], prompt: str | list, completions=()) -> list[Example]:
     """Tokenizes a prompt and its completions.
 
-    Each conversation, a prompt with a completion, is tokenized as a whole and split after the prompt's ids. A
-    completion's ids include its EOS token, unless they are truncated to --max-length.
+    A completion's ids include its EOS token, unless they are truncated to --max-length.
 
-    Returns one Example for each completion; if there are none, one Example with the prompt alone. Raises
-    SkipRow if the prompt is too long, or if the tokens of a conversation do not decode to its text.
+    Returns one Example for each completion; if there are none, one Example with the prompt alone. The
+    Examples have no texts, because training reads only token ids. Raises SkipRow if the prompt is too long,
+    or if the tokens of a conversation are not its text.
     """
+    # 1. Each conversation, a prompt with a completion, is tokenized as a whole.
     before, *endings = render_conversation(tokenizer, prompt, completions)
     texts = [before, *(before + ending for ending in endings)]
-    prompt_ids, *conversation_ids = tokenize(tokenizer, texts)
+    prompt_ids, *all_ids = tokenize(tokenizer, texts)
     if not 0 < len(prompt_ids) <= min(args.max_prompt_length, args.max_length - 1):
         raise SkipRow("prompt empty, or too long for --max-prompt-length and --max-length")
     all_completion_ids = []
-    for ids, ending in zip(conversation_ids, endings):
+    for ids, ending in zip(all_ids, endings):
+        # 2. It is split after the prompt's ids.
         completion_ids = ids[len(prompt_ids) :]
         if prompt_ids + completion_ids != ids:
             # One token spans the end of the prompt and the start of the completion, for example a token for
             # two line breaks. Then the completion is tokenized alone.
             completion_ids = tokenizer(ending, add_special_tokens=False).input_ids
-        # A completion without a template has no EOS yet. With a template, the text after the first EOS (often
-        # a line break) is not part of the completion, because the model stops before it.
+        # 3. The completion ends with its first EOS token. Without a template, it has none yet. With a
+        # template, the text after the first one (often a line break) is removed, because the model stops
+        # before it.
         all_completion_ids.append(truncate_after_eos([*completion_ids, tokenizer.eos_token_id], eos_ids))
+    # 4. The tokens must be the text.
     for text, completion_ids in zip(texts, [[], *all_completion_ids]):
-        if not keeps_text(tokenizer, text, prompt_ids + completion_ids):
-            raise SkipRow("its tokens are not its text: unknown characters, or it spells an EOS token")
-    prompt_only = Example(prompt, array("i", prompt_ids))
+        if not is_text(tokenizer, text, prompt_ids + completion_ids):
+            raise SkipRow("its tokens are not its text: unknown characters, or special tokens inside of it")
+    prompt_only = Example("", array("i", prompt_ids))
     examples = [prompt_only._replace(completion_ids=array("i", ids)) for ids in all_completion_ids]
     return [example.truncate(args.max_length) for example in examples or [prompt_only]]
 
 
 def tokenize(tokenizer, texts: list[str]) -> list[list[int]]:
     """Returns the ids of each text, without the EOS token that some tokenizers append to every text."""
-    if tokenizer.chat_template:  # it has already written all special tokens
-        return tokenizer(texts, add_special_tokens=False).input_ids
-    all_ids = tokenizer(texts).input_ids
-    return [ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids for ids in all_ids]
+    encoded = tokenizer(
+        texts,
+        add_special_tokens=not tokenizer.chat_template,  # a chat template has already written them
+        return_special_tokens_mask=True,  # 1 at the tokens that are not in the text
+    )
+    for ids, mask in zip(encoded.input_ids, encoded.special_tokens_mask):
+        while mask and mask.pop():
+            ids.pop()
+    return encoded.input_ids
 
 
-def keeps_text(tokenizer, text: str, ids: list[int]) -> bool:
-    """Returns whether token ids decode to their text. White space, BOS and EOS tokens are ignored.
+def is_text(tokenizer, text: str, ids: list[int]) -> bool:
+    """Returns whether token ids decode to their text, and every added token that it spells is one id.
 
-    Tokenizers add BOS tokens, `encode` adds EOS tokens, and SentencePiece adds spaces. Characters that
-    Unicode defines as the same count as the same, for example é as one or as two characters (NFC).
+    The text and the decoded ids are compared between the added tokens (such as <s> and <|im_end|>), because
+    the tokenizer and `encode` add some of them to the ids. White space beside these tokens is ignored,
+    because SentencePiece adds a space there and some of the tokens absorb it. Characters that Unicode defines
+    as the same count as the same, for example é as one or as two characters (NFC).
     """
-    texts = [text, tokenizer.decode(ids, clean_up_tokenization_spaces=False)]
-    for token in (tokenizer.bos_token, tokenizer.eos_token):
-        texts = [text.replace(token or " ", "") for text in texts]
-    expected, decoded = ("".join(unicodedata.normalize("NFC", text).split()) for text in texts)
-    return expected == decoded
+    pattern, added_ids = added_tokens(tokenizer)
+    decoded = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    pieces = []
+    for whole in (text, decoded):
+        stripped = map(str.strip, pattern.split(unicodedata.normalize("NFC", whole)))
+        pieces.append([piece for piece in stripped if piece])
+    spelled = len(pattern.findall(decoded))
+    return pieces[0] == pieces[1] and spelled == sum(token in added_ids for token in ids)
+
+
+@cache  # because a tokenizer may have thousands of them
+def added_tokens(tokenizer) -> tuple[re.Pattern, set[int]]:
+    """Returns a pattern that finds the added tokens in a text, and their ids.
+
+    A tokenizer finds these tokens before it splits the rest of a text. Tokens of white space are left out,
+    and so is the token for unknown characters, unless it is also the BOS or EOS token (GPT-2).
+    """
+    tokens = {*tokenizer.get_added_vocab()} - {tokenizer.unk_token}
+    tokens |= {tokenizer.bos_token or "", tokenizer.eos_token}
+    longest_first = sorted(filter(str.strip, tokens), key=len, reverse=True)  # one may contain another
+    pattern = re.compile("|".join(map(re.escape, longest_first)))
+    return pattern, {*tokenizer.convert_tokens_to_ids(longest_first)}
 
 
 def truncate_after_eos(ids: list[int], eos_ids: set[int]) -> list[int]:
@@ -212,6 +338,8 @@ def render_conversation(tokenizer, prompt: str | list, completions) -> list[str]
             raise InputError("messages need a chat template, and the tokenizer has none: --chat-template")
         return [prompt, *completions]
     messages = as_messages(prompt)
+    if messages[-1]["role"] == "assistant":
+        raise InputError("the prompt ends with a message of the assistant, and another one would follow")
     before = render(tokenizer, messages, add_generation_prompt=True)
     check_rendered(before, messages)
     endings = []
@@ -235,12 +363,18 @@ def check_rendered(text: str, messages: list[dict]):
 
 
 def as_messages(value: str | list, role: str = "user") -> list[dict]:
-    """Returns the messages of a prompt or a completion. A text becomes one message of the role."""
+    """Returns the messages of a prompt or a completion. A text becomes one message of the role.
+
+    Raises InputError if a message has other parts, for example `tool_calls`, which many templates would drop.
+    """
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     messages = []
-    for message in value:  # Arrow fills the keys that a message lacks with null
-        messages.append({key: part for key, part in message.items() if part is not None})
+    for message in value:
+        keys = [key for key, part in message.items() if part]  # Arrow fills keys with null
+        if not {"role", "content"}.issuperset(keys):
+            raise InputError(f"a message has {', '.join(keys)}, but only its role and content are read")
+        messages.append({"role": message["role"], "content": message["content"]})
     return messages
 
 

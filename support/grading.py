@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import traceback
 from concurrent.futures.process import BrokenProcessPool
 
 import torch.distributed as dist
@@ -43,28 +44,52 @@ def start_worker():
     resource.setrlimit(resource.RLIMIT_DATA, (2**32, 2**32))  # 4 GiB, of which the imports take an eighth
 
 
+def run_job(function, job: tuple, limit: float):
+    """Runs a grading function in a worker. Returns its verdict as a float, None, or a text: what was raised.
+
+    Nothing else comes from a worker. SystemExit would end the run as if it were complete, and an object that
+    cannot be unpickled would break the pool.
+    """
+    # After `limit` seconds of CPU time, the signal SIGPROF ends this worker. It has no handler, because
+    # Python would run one only after the current operation, which may be an endless multiplication. CPU time
+    # makes the verdict independent of the machine's load.
+    signal.setitimer(signal.ITIMER_PROF, limit)
+    try:
+        verdict = function(*job)
+        return None if verdict is None else float(verdict)
+    except BaseException:  # also exit()
+        return traceback.format_exc(limit=-3)[-2000:]
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
 def grade_all(grader, function, jobs: list[tuple]) -> list:
     """Returns the verdict of a function for every (gold answer, text, problem). The ranks share the work.
 
-    The verdict is also None if the function raised an exception, or if its worker reached a limit or crashed.
-    A text of the policy must never end the run: a resumed run would sample the same text again.
+    A verdict is a float. It is None if the function returned None or raised an exception, or if its worker
+    reached a limit or crashed. A text of the policy must never end the run, because a resumed run would
+    sample the same text again.
 
     function: `grade` or another one with its arguments.
     """
     distinct = list(dict.fromkeys(jobs))
     share = run.share(distinct, dist.get_rank(), dist.get_world_size())
-    # Seconds of wall-clock time, far above TIME_LIMIT. They end a worker that waits for something.
-    futures = [grader.schedule(function, job, timeout=20 * TIME_LIMIT) for job in share]
-    verdicts = []
+    # The timeout is wall-clock time, far above TIME_LIMIT. It ends a worker that waits for something.
+    timeout = 20 * TIME_LIMIT
+    futures = [grader.schedule(run_job, (function, job, TIME_LIMIT), timeout=timeout) for job in share]
+    results = []
     for future in futures:
         try:
-            verdicts.append(future.result())
+            results.append(future.result())
         except BrokenProcessPool:  # the pool has no workers any more, for example for lack of memory
             raise
         except Exception as error:
-            verdicts.append(None)
-            print(f"an answer could not be graded: {error!r:.200}", flush=True)
-    by_job = dict(zip(distinct, sum(run.gather(verdicts), [])))
+            results.append(f"its worker reached a limit or crashed: {error!r}")
+    results = sum(run.gather(results), [])
+    failures = [result for result in results if isinstance(result, str)]
+    if failures:
+        run.print_main(f"{len(failures)} answers could not be graded; the first: {failures[0]}")
+    by_job = {job: None if isinstance(result, str) else result for job, result in zip(distinct, results)}
     return [by_job[job] for job in jobs]
 
 
@@ -72,24 +97,17 @@ def grade(gold: str, text: str, problem: str) -> bool | None:
     """Returns whether the answer in a text equals the gold answer; None if the gold answer has no value."""
     from math_verify import verify
 
-    # After TIME_LIMIT seconds of CPU time, the signal SIGPROF ends this worker. It has no handler, because
-    # Python would run one only after the current operation, which may be an endless multiplication. CPU time
-    # makes the verdict independent of the machine's load.
-    signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT)
-    try:
-        gold_value = parse_answer(gold)
-        value = parse_answer(text)
-        if gold_value is None:
-            return None
-        if value is None:
-            return False
-        # An echo of the problem, 17 + 25, is no answer, but 42 and 17 + 25 = 42 are.
-        answer = getattr(value, "rhs", value)
-        if getattr(answer, "is_number", False) and answer not in (answer.doit(), gold_value):
-            return False
-        return verify(gold_value, value, timeout_seconds=None)
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+    gold_value = parse_answer(gold)
+    value = parse_answer(text)
+    if gold_value is None:
+        return None
+    if value is None:
+        return False
+    # An echo of the problem, 17 + 25, is no answer, but 42 and 17 + 25 = 42 are.
+    answer = getattr(value, "rhs", value)
+    if getattr(answer, "is_number", False) and answer not in (answer.doit(), gold_value):
+        return False
+    return verify(gold_value, value, timeout_seconds=None)
 
 
 def parse_answer(text: str):
@@ -102,7 +120,7 @@ def parse_answer(text: str):
 
     text = text.rpartition("<answer>")[2].partition("</answer>")[0]
     if "\\boxed" not in text:
-        text = text.strip(" \n*$").rstrip(".")  # **5.** -> 5
+        text = text.lstrip(" \n*$").rstrip(" \n*$.")  # **5**. -> 5
         text = f"\\boxed{{{text}}}"
     config = LatexExtractionConfig(boxed_match_priority=0)
     found = parse(text, [config], extraction_mode="first_match", parsing_timeout=None)  # [value, LaTeX]

@@ -145,8 +145,13 @@ def check_flags(args, batch_size: int, score):
         raise InputError("--log-epsilon-P must be negative and --log-epsilon-R positive")
     if not args.dataset:
         raise InputError(f"--model {args.model} needs a --dataset")
-    if getattr(args, "online", False) and not (args.reward_model or score):
+    online = getattr(args, "online", False)  # grpo_math has no such flag
+    if online and not (args.reward_model or score):
         raise InputError("--online needs a --reward-model or a function as SCORE (docs/grpo.md)")
+    if score and args.reward_model:
+        raise InputError('SCORE and --reward-model are both set: set SCORE to None, or --reward-model ""')
+    if score and not online and not (args.eval_dataset and args.eval_samples):
+        raise InputError("SCORE has nothing to score without --online, or --eval-dataset and --eval-samples")
     if batch_size % getattr(args, "group_size", 1):
         raise InputError(f"--batch-size {batch_size} must be a multiple of --group-size {args.group_size}")
     world = int(os.environ.get("WORLD_SIZE", 1))
@@ -498,6 +503,10 @@ def append_line(path: Path, line: dict):
 
 def keep_steps_before(start: int, path: Path):
     """Removes all lines from a .jsonl file but those of earlier steps."""
-    if path.exists():
-        lines = path.read_text().splitlines(keepends=True)
-        write_file(path, "".join(line for line in lines if json.loads(line)["step"] < start))
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines(keepends=True):
+        if line.endswith("\n") and json.loads(line)["step"] < start:  # a full disk leaves a part of a line
+            kept.append(line)
+    write_file(path, "".join(kept))

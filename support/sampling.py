@@ -3,12 +3,14 @@
 All ranks must call the methods of Sampler together, with the same arguments.
 """
 
+import copy
 import gc
 import os
 import time
 from array import array
 from functools import partial
 from importlib.util import find_spec
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,17 +28,19 @@ from support.data import as_messages, render, tokenize, truncate_after_eos
 from utils import Example, InputError, above, completion_logps, pad_rows
 
 # === Sampler ===
-# Drawing samples on all ranks, and their rewards. In grpo_humanline.py, a Python function can give the
-# rewards (`SCORE`). To use one in another script, pass it as `score`.
+# Drawing samples on all ranks, their rewards, and their KL from the initial policy.
 
 
 class Sampler:
-    """Samples completions from the policy and, if there is a reward model, scores them."""
+    """Samples completions from the policy. A function or a reward model, if there is one, scores them."""
 
     def __init__(self, args, tokenizer, eos_ids: set[int], device, longest: int, score=None):
-        """score: a function of a list of samples that returns their rewards (docs/grpo.md).
+        """Chooses an engine, and loads --reward-model.
 
-        None: --reward-model gives the rewards, if there is one.
+        Args:
+            longest: the maximum length of a sequence, in tokens.
+            score: a function that gets a tuple of samples and returns their rewards (docs/grpo.md). None:
+                --reward-model gives the rewards, if there is one.
         """
         self.args = args
         self.tokenizer = tokenizer
@@ -45,8 +49,11 @@ class Sampler:
         engine_class = VllmEngine if uses_vllm else TransformersEngine
         self.start_engine = partial(engine_class, args, eos_ids, device, longest)
         self.engine = None  # starts when the first samples are needed
-        self.rewards = score and partial(function_rewards, score)  # returns the rewards of samples, (N,)
-        if not score and getattr(args, "reward_model", ""):  # grpo_math grades, and has no such flag
+        self.initial_shards = []  # this rank's shards of the initial policy, for `kl_from_initial`
+        self.rewards = None  # a function that returns the rewards of samples, (N,)
+        if score:
+            self.rewards = partial(function_rewards, score)
+        elif getattr(args, "reward_model", ""):  # grpo_math grades, and has no such flag
             # For a reward model without a chat template: what stands between prompt and sample. A policy
             # without a template continues the prompt's text.
             separator = "\n" if tokenizer.chat_template else ""
@@ -113,25 +120,52 @@ class Sampler:
             raise InputError(f"sampling: the engine's model is not the policy: {difference} nats apart")
         return difference
 
-    def evaluate(self, policy, prompts: list[Example], initial):
+    def evaluate(self, policy, reference, prompts: list[Example], initial):
         """Draws one sample for every prompt, with the same seed in every evaluation.
 
         Args:
             initial: the evaluation of the initial policy, or None when this is that evaluation.
 
         Returns:
-            The samples, and {name: (N,)} of length, whether a sample finished and, with a reward model, the
-            reward and the win rate over the initial policy's samples.
+            The samples, and {name: (N,)} of length, whether a sample finished, the KL from the initial policy
+            and, if the samples have rewards, the reward and the win rate over the initial policy's samples.
         """
         if not prompts:
             return [], {}
         prompt_samples, _ = self.sample(policy, prompts, 1, (self.args.seed, 0))  # rounds count from 1
         samples = [sample for (sample,) in prompt_samples]
         values = {f"eval/{name}": statistic for name, statistic in sample_statistics(samples).items()}
+        values["eval/kl"] = self.kl_from_initial(policy, reference, samples)
         if self.rewards:
             baseline = initial.samples if initial else samples
             values["eval/win_rate"] = above(values["eval/reward"], sample_statistics(baseline)["reward"])
         return samples, values
+
+    @torch.no_grad()
+    def kl_from_initial(self, policy, reference, samples: list[Example]) -> torch.Tensor:
+        """Returns Σ_t log π_θ(y_t) - log π_0(y_t) of each sample in nats, (N,). π_0 is the initial policy.
+
+        The mean estimates the KL divergence. The log-probs are those of temperature 1, as in training on
+        preferences, so the mean is exactly unbiased for samples at --temperature 1 and --top-p 1.
+
+        The first call must come before training, when both models are the initial policy. This rank's shards
+        are then copied to the CPU. Later calls put them into the reference for a moment.
+        """
+        parameters = [parameter.to_local() for parameter in reference.parameters()]
+        shards = [parameter.to("cpu", copy=True) for parameter in parameters]
+        if not self.initial_shards:
+            self.initial_shards = shards
+            return torch.zeros(len(samples), dtype=torch.float64)
+        max_tokens = self.args.micro_batch_tokens
+        logps, _ = completion_logps(policy, samples, max_tokens)  # (N, T)
+        try:
+            for parameter, initial in zip(parameters, self.initial_shards):
+                parameter.copy_(initial)
+            initial_logps, _ = completion_logps(reference, samples, max_tokens)  # (N, T)
+        finally:  # also after an exception, because a checkpoint may follow
+            for parameter, shard in zip(parameters, shards):
+                parameter.copy_(shard)
+        return (logps - initial_logps).sum(1)
 
 
 def generate_on_all_ranks(engine, prompts: list[array], seed: tuple) -> list[tuple]:
@@ -176,14 +210,28 @@ def sample_statistics(samples: list[Example]):
 
 
 # === Engines ===
-# To add an engine, write a class with these members, and choose it in `Sampler`:
-#     ranks: the number of ranks that share one engine.
-#     batch_size: the number of prompts in a batch.
-#     update(weights): loads the policy's weights, an iterator of (name, full tensor). It must be consumed to
-#         its end, because each step of the iterator gathers one weight from all ranks.
-#     generate(batches): samples one completion for every prompt of [(prompts, random seed), ...]. Returns
-#         [(token ids, log-probs or None), ...]. The ids include the EOS token, if there is one. The log-probs
-#         of a few samples show `check_engine` that another library's weights are right.
+# The programs that generate. To add one, write a class like these, and choose it in `Sampler`.
+
+
+class Engine(Protocol):
+    """What `Sampler` needs of an engine."""
+
+    ranks: int  # the number of ranks that share one engine
+    batch_size: int  # the number of prompts in a batch
+
+    def update(self, weights):
+        """Loads the policy's weights, an iterator of (name, full tensor).
+
+        The iterator must be consumed to its end, because each step gathers one weight from all ranks.
+        """
+
+    def generate(self, batches: list[tuple]) -> list[tuple]:
+        """Samples one completion for every prompt of the batches, [(prompts, random seed), ...].
+
+        Returns:
+            For each prompt (token ids, log-probs or None). The ids include the EOS token, if there is one.
+            With the log-probs of a few samples, `check_engine` shows that the engine has the right weights.
+        """
 
 
 class TransformersEngine:
@@ -211,8 +259,9 @@ class TransformersEngine:
         )
 
     def update(self, weights):
-        for target, (_, weight) in zip(self.model.parameters(), weights, strict=True):
-            target.copy_(weight)
+        parameters = dict(self.model.named_parameters())
+        for name, weight in weights:
+            parameters[name].copy_(weight)
 
     def generate(self, batches: list[tuple]) -> list[tuple]:
         device = self.model.device
@@ -303,8 +352,8 @@ class VllmEngine:
 
 
 # === Rewards ===
-# Scoring samples with a Python function, or with a reward model: a sequence classifier with one output.
-# Whoever gives them, rewards are checked by `as_rewards`, and are the same on every rank.
+# Scoring samples with a Python function (SCORE in the scripts), or with a reward model: a sequence classifier
+# with one output. Whoever gives them, rewards are checked by `as_rewards`, and are the same on every rank.
 
 REWARD_TOKENS = 16384  # maximum tokens of a batch, padding included, unless one sample is longer
 
@@ -322,18 +371,31 @@ def load_reward_model(args):
 def as_rewards(values, count: int) -> torch.Tensor:
     """Returns rewards as a (count,) float64 tensor on the CPU. Raises InputError unless they are finite.
 
-    values: a list of numbers, an array, or a tensor of any dtype and on any device.
+    values: numbers, or tensors of one number, in the order of the samples.
     """
-    rewards = torch.as_tensor(values, dtype=torch.float64, device="cpu")
-    if rewards.shape != (count,) or not rewards.isfinite().all():
+    rewards = torch.tensor([float(value) for value in values], dtype=torch.float64)
+    if len(rewards) != count or not rewards.isfinite().all():
         raise InputError(f"the rewards must be {count} finite numbers, not {rewards}")
     return rewards
 
 
 def function_rewards(function, samples: list[Example]) -> torch.Tensor:
-    """Scores samples with a Python function, on rank 0 because two calls may differ (of a server)."""
-    rewards = as_rewards(function(samples), len(samples)) if run.is_main() else None
-    return run.broadcast(rewards)
+    """Scores samples with a Python function, on rank 0 because two calls may differ (of a server).
+
+    If the function raises an exception, all ranks raise one, so that they can save the run together.
+    """
+    rewards = error = message = None
+    if run.is_main():
+        try:
+            # A copy, so that the function can change neither the samples nor their order.
+            rewards = as_rewards(function(copy.deepcopy(tuple(samples))), len(samples))
+        except BaseException as raised:  # also exit(), which would end the run as if it were complete
+            error = raised
+            message = f"SCORE raised {error!r:.500}"
+    rewards, message = run.broadcast((rewards, message))
+    if message:
+        raise RuntimeError(message) from error  # rank 0 prints both tracebacks
+    return rewards
 
 
 @torch.no_grad()
@@ -351,12 +413,13 @@ def model_rewards(model, tokenizer, device, separator: str, samples: list[Exampl
     size = 1 if pad_id is None else max(1, REWARD_TOKENS // longest)
     shortest_first = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))  # less padding
     batches = [shortest_first[first : first + size] for first in range(0, len(encoded), size)]
-    scores = torch.zeros(len(encoded), dtype=torch.float64)
+    scores = torch.zeros(len(encoded), dtype=torch.float64)  # of this rank's samples; 0 for the others
     model.to(device)
     for indices in batches[dist.get_rank() :: dist.get_world_size()]:
-        padded = pad_rows([encoded[i] for i in indices], device, -1)
-        mask = padded >= 0
-        output = model(input_ids=padded.where(mask, pad_id or 0), attention_mask=mask.long())
+        rows = [encoded[i] for i in indices]
+        input_ids = pad_rows(rows, device, pad_id or 0).long()
+        mask = pad_rows([[1] * len(row) for row in rows], device)
+        output = model(input_ids=input_ids, attention_mask=mask)
         # (batch,) or (batch, 1)
         score = output.score if hasattr(output, "score") else output.logits
         scores[indices] = score.flatten().double().cpu()

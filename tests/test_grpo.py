@@ -1,22 +1,22 @@
-"""GRPO: loss, gradient and advantages by hand and against TRL, the same numbers for every layout, data."""
+"""The GRPO script: loss, gradient and advantages by hand and against TRL; layouts and rounds."""
 
 import json
 import math
-import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
-from conftest import ROOT, agree, metrics, read_pool, read_rows, run_layouts, run_ranks, write_rows
 from datasets import Dataset
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from helpers import ROOT, agree, completion_logps, metrics, padded_groups, read_pool, run_here, run_layouts
+from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
-from worker import run_here
 
 import grpo_humanline
 from grpo_humanline import Args, encode_row, group_advantages, grpo_loss, grpo_metrics, make_group
 from support.data import SkipRow, load_tokenizer
-from utils import Example, pad_rows
+from utils import Example
 
 TOY = ROOT / "toy" / "tales"
 RUN = ["--num-steps", "4", "--warmup-fraction", "0", "--batch-size", "16", "--lr", "3e-3", "--beta", "0.1"]
@@ -29,30 +29,7 @@ ONLINE += ["--k", "2", "--warmup-fraction", "0", "--eval-dataset", ""]
 GRPO = ("loss", "grad_norm", "grpo/ratio_mean", "grpo/clip_fraction", "grpo/kl", "grpo/zero_advantage_groups")
 
 
-def train(*arguments):
-    return run_here(grpo_humanline, *arguments)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Files: pairs, groups of four (every eighth with equal scores), these alone, prompts."""
-    folder = tmp_path_factory.mktemp("grpo")
-    rows = read_rows(TOY / "preferences_train.jsonl.gz")[:64]
-    groups = []
-    for number, (one, two) in enumerate(zip(rows[::2], rows[1::2])):
-        completions = [one["rejected"], two["chosen"], two["rejected"], one["chosen"]]
-        scores = [one["score_rejected"], two["score_chosen"], two["score_rejected"], one["score_chosen"]]
-        if number % 8 == 0:
-            scores = [0.5] * 4
-        groups.append({"prompt": one["prompt"], "completions": completions, "scores": scores})
-    write_rows(folder / "pairs.jsonl", rows)
-    write_rows(folder / "groups.jsonl", groups)
-    write_rows(folder / "ties.jsonl", groups[::8])
-    write_rows(folder / "prompts.jsonl", ({"prompt": row["prompt"]} for row in rows))
-    return {path.stem: str(path) for path in folder.iterdir()}
-
-
-# --- loss and advantages ---
+# === Loss and advantages ===
 
 LOW, HIGH, EPSILON, BETA = -1.5, 1.2, 0.15, 0.01
 # nats: outside and inside of both clips, on both sides
@@ -74,8 +51,8 @@ def test_loss_and_gradient_equal_equation_1_by_hand():
     A = torch.tensor([1.3, -0.7, 0.0], dtype=torch.float64)
     clipped = log_ratio.clamp(LOW, HIGH)
     loss = grpo_loss(clipped, log_ratio, A, BETA, EPSILON)
-    found = grpo_metrics(loss, clipped, log_ratio, A, EPSILON)
-    _, ratio, k3, stopped = found.values()
+    found = grpo_metrics(clipped, log_ratio, A, EPSILON)
+    ratio, k3, stopped = (found[f"grpo/{name}"] for name in ("ratio_mean", "kl", "clip_fraction"))
     assert stopped.tolist() == [[x > 0.15 for x in RATIOS], [x < -0.17 for x in RATIOS], [False] * 9]
     loss.sum().backward()
     for i in range(3):
@@ -109,18 +86,13 @@ def test_a_reward_that_is_nan_is_not_hidden():
     ]
 
 
-def test_a_row_with_one_completion_is_skipped_with_its_reason():
+def test_scores_that_are_too_close_make_no_pair_and_the_row_is_skipped_with_its_reason():
     tokenizer, eos_ids = load_tokenizer(Args(model=str(TOY / "policy")))
-    row = {"prompt": "for king", "completions": ["queen"], "scores": [1.0]}
-    with pytest.raises(SkipRow, match="it has one completion"):
-        encode_row(Args(), tokenizer, eos_ids, row)
-
-
-def test_a_clip_of_another_shape_is_told(data, tmp_path, monkeypatch):
-    """It would broadcast to the shape that the loss must have."""
-    monkeypatch.setattr(grpo_humanline, "clip_log_ratio", lambda args, log_ratio: log_ratio[:, :1])
-    with pytest.raises(ValueError, match="clip_log_ratio returned a tensor of shape"):
-        train(*RUN, "--dataset", data["pairs"], "--output-dir", tmp_path / "run")
+    row = {"prompt": "about cat", "completions": ["the small dog .", "the old cat ."], "scores": [1, 0]}
+    group = encode_row(Args(reward_threshold=1.0), tokenizer, eos_ids, row)
+    assert [x.reward for x in group] == [1, 0]
+    with pytest.raises(SkipRow, match="--reward-threshold"):
+        encode_row(Args(reward_threshold=2.0), tokenizer, eos_ids, row)
 
 
 def test_best_and_worst_make_a_group_of_two_and_a_larger_group_keeps_all():
@@ -142,66 +114,15 @@ def test_rewards_of_a_large_group_that_differ_by_less_than_the_threshold_are_equ
         assert group_advantages(torch.tensor([[x.reward for x in group]])).tolist() == [[0.0] * 4]
 
 
-def test_the_threshold_is_for_scores_and_not_for_pairs():
-    tokenizer, eos_ids = load_tokenizer(Args(model=str(TOY / "policy")))
-    pair = {"prompt": "about cat", "chosen": "the small dog .", "rejected": "the old cat ."}
-    scored = {"prompt": "about cat", "completions": ["the small dog .", "the old cat ."], "scores": [1, 0]}
-    group = encode_row(Args(reward_threshold=2.0), tokenizer, eos_ids, pair)
-    assert [x.reward for x in group] == [1, 0]
-    assert encode_row(Args(reward_threshold=1.0), tokenizer, eos_ids, scored) == group
-    with pytest.raises(SkipRow, match="--reward-threshold"):
-        encode_row(Args(reward_threshold=2.0), tokenizer, eos_ids, scored)
-
-
-# --- a step of the script against other computations ---
-
-
-@pytest.fixture(scope="module")
-def two_steps(data, tmp_path_factory):
-    """Two steps over all 32 groups at k = 1: in the second the policy is θ_1, saved by a run of one step, and
-    the reference is θ_0.
-
-    Returns what the second step logged with and without humanline, and the two models in float64.
-    """
-    folder = tmp_path_factory.mktemp("steps")
-    run = [*RUN, "--k", "1", "--batch-size", "128", *GROUPS, data["groups"], "--num-steps"]
-    train(*run, "1", "--output-dir", folder / "one")
-    logged = {flag: metrics(train(*run, "2", flag, "--output-dir", folder / flag)) for flag in HUMANLINE}
-    policy = AutoModelForCausalLM.from_pretrained(folder / "one" / "final").double()
-    reference = AutoModelForCausalLM.from_pretrained(TOY / "policy").double()
-    return {flag: steps[1] for flag, steps in logged.items()}, policy, reference
-
+# === A step of the script against other computations ===
 
 HUMANLINE = ("--humanline", "--no-humanline")
 
 
-def padded_groups(path):
-    """Ids and masks of all sequences, prompts padded on the left, completions on the right; advantages."""
-    tokenizer, eos_ids = load_tokenizer(Args(model=str(TOY / "policy")))
-    groups = [encode_row(Args(group_size=4), tokenizer, eos_ids, row) for row in read_rows(path)]
-    prompts = [x.prompt_ids for group in groups for x in group]
-    completions = [x.completion_ids for group in groups for x in group]
-    rewards = torch.tensor([[x.reward for x in group] for group in groups], dtype=torch.float64)
-    return {
-        "prompt_ids": pad_rows(prompts, "cpu", side="left"),
-        "prompt_mask": pad_rows([[1] * len(ids) for ids in prompts], "cpu", side="left"),
-        "completion_ids": pad_rows(completions, "cpu"),
-        "completion_mask": pad_rows([[1] * len(ids) for ids in completions], "cpu"),
-        "advantages": group_advantages(rewards).flatten(),
-    }
-
-
-def completion_logps(model, inputs):
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-    seen = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-    logits = model(input_ids=ids, attention_mask=seen).logits[:, inputs["prompt_ids"].shape[1] - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, inputs["completion_ids"][..., None])[..., 0]  # (B, T)
-
-
 @pytest.mark.parametrize("flag", HUMANLINE)
-def test_loss_gradient_norm_and_metrics_of_a_step_by_hand(two_steps, data, flag):
+def test_loss_gradient_norm_and_metrics_of_a_step_by_hand(two_steps, grpo_data, flag):
     logged, policy, reference = two_steps
-    inputs = padded_groups(data["groups"])
+    inputs = padded_groups(grpo_data["groups"])
     mask = inputs["completion_mask"].bool()
     A = inputs["advantages"][:, None].expand_as(mask)[mask].tolist()
     logps = completion_logps(policy, inputs)[mask]
@@ -233,7 +154,7 @@ def test_loss_gradient_norm_and_metrics_of_a_step_by_hand(two_steps, data, flag)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_no_humanline_equals_trls_dapo_loss_with_the_same_old_log_probs(two_steps, data, tmp_path):
+def test_no_humanline_equals_trls_dapo_loss_with_the_same_old_log_probs(two_steps, grpo_data, tmp_path):
     """GRPOTrainer's own loss function on the same completions.
 
     Where the definitions differ: TRL multiplies k3 by the ratio unless use_bias_correction_kl is off; it
@@ -251,7 +172,7 @@ def test_no_humanline_equals_trls_dapo_loss_with_the_same_old_log_probs(two_step
         processing_class=AutoTokenizer.from_pretrained(TOY / "policy"),
     )
     trainer.current_gradient_accumulation_steps = 1
-    inputs = padded_groups(data["groups"])
+    inputs = padded_groups(grpo_data["groups"])
     with torch.no_grad():
         inputs["old_per_token_logps"] = inputs["ref_per_token_logps"] = completion_logps(reference, inputs)
     inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
@@ -266,9 +187,31 @@ def test_no_humanline_equals_trls_dapo_loss_with_the_same_old_log_probs(two_step
     assert mine["grpo/clip_fraction"] == pytest.approx(theirs["clip_ratio/region_mean"][0], rel=1e-5)
 
 
-# --- layouts and rounds ---
+def test_the_logged_loss_is_the_sum_that_backward_got(grpo_data, tmp_path, monkeypatch):
+    """Dr. GRPO divides by a constant. Its loss was logged as the mean over tokens."""
+    source = Path(grpo_humanline.__file__).read_text()
+    assert source.count("/ completion_tokens") == 1
+    edited = ModuleType("dr_grpo")
+    edited.__file__ = grpo_humanline.__file__
+    monkeypatch.setitem(sys.modules, "dr_grpo", edited)
+    exec(source.replace("/ completion_tokens", "/ 1000"), vars(edited))
+    flags = [*RUN, "--num-steps", "1", "--batch-size", "128", *GROUPS, grpo_data["groups"]]
+    (step,) = metrics(run_here(edited, *flags, "--output-dir", tmp_path / "run"))
+    inputs = padded_groups(grpo_data["groups"])
+    lengths = inputs["completion_mask"].sum(1)  # at step 0 every ratio is 1
+    assert step["loss"] == pytest.approx(-(inputs["advantages"] * lengths).sum().item() / 1000, rel=1e-6)
 
-JOBS = {  # pairs, groups, ... stand for the files of `data`
+
+def test_a_round_whose_rewards_are_all_equal_ends_the_run(grpo_data, tmp_path, monkeypatch):
+    monkeypatch.setattr(grpo_humanline, "SCORE", lambda samples: [1.0] * len(samples))
+    flags = [*ONLINE, "--eval-samples", "0", "--group-size", "4", "--dataset", grpo_data["prompts"]]
+    with pytest.raises(SystemExit, match="no prompt's rewards differ"):
+        run_here(grpo_humanline, *flags, "--output-dir", tmp_path / "run")
+
+
+# === Layouts and rounds ===
+
+JOBS = {  # pairs, groups, ... stand for the files of `grpo_data`
     "pairs": [*RUN, "--dataset", "pairs"],
     "groups": [*RUN, *GROUPS, "groups"],
 }
@@ -276,8 +219,8 @@ ROUNDS = {
     "round of 8": [*ONLINE, "--dataset", "prompts", "--eval-dataset", "groups", "--group-size", "8"],
     "round of 2": [*ONLINE, "--dataset", "pairs", "--no-humanline", "--batch-size", "8", "--num-steps", "3"],
 }
-# Ranks, --micro-batch-tokens: the whole batch, one sequence, four of the toy's; jobs.
-LAYOUTS = [(1, "0"), (1, "1", *JOBS), (2, "120", *JOBS, "round of 8")]
+# Ranks, --micro-batch-tokens: the whole batch, four sequences; jobs.
+LAYOUTS = [(1, "0"), (2, "120", *JOBS, "round of 8")]
 
 
 @pytest.fixture(scope="module")
@@ -286,9 +229,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(data, folder):
+def runs(grpo_data, folder):
     """{name: metrics for every layout}, the whole batch on one rank first."""
-    jobs = {name: [data.get(flag, flag) for flag in flags] for name, flags in (JOBS | ROUNDS).items()}
+    jobs = {name: [grpo_data.get(flag, flag) for flag in flags] for name, flags in (JOBS | ROUNDS).items()}
     return run_layouts(folder, jobs, LAYOUTS, "grpo_humanline")
 
 
@@ -309,75 +252,29 @@ def test_rounds_keep_all_samples_of_a_group_or_the_best_and_the_worst(runs, fold
     assert [step.get("rollout/round") for step in eight] == [1, None, 2, None, None]
     assert [step["grpo/kl"] == 0 for step in eight] == [True, False, True, False, False]  # in sync
     assert two[0]["grpo/kl"] == 0
-    waiting = read_pool(folder / "0" / "round of 8" / "checkpoints" / "step-4")
+    waiting = read_pool(folder / "0" / "round of 8", 4)
     assert [len(group) for group in waiting] == [8] * 4
     for group in waiting:
         rewards = [x.reward for x in group]
         assert len({x.prompt for x in group}) == 1 and len(set(rewards)) > 2
         assert rewards == sorted(rewards, reverse=True)
-    waiting = read_pool(folder / "0" / "round of 2" / "checkpoints" / "step-2")
+    waiting = read_pool(folder / "0" / "round of 2", 2)
     assert waiting and all(best.reward > worst.reward for best, worst in waiting)
 
 
-@pytest.mark.parametrize("job", ["groups", "round of 8"])
-def test_a_run_that_is_killed_and_resumed_is_as_if_it_had_not_been(data, runs, folder, kill_and_resume, job):
-    """Killed in step 3, after the checkpoint of step 2; online that is in the middle of a round."""
-    flags = [*(data.get(flag, flag) for flag in (JOBS | ROUNDS)[job]), "--checkpoint-every", "2"]
-    flags += ["--micro-batch-tokens", "0"]
-    kill_and_resume(folder / "0" / job, flags, "grpo_loss 4", "grpo_humanline")
-
-
-# --- data ---
+# === Evaluation ===
 
 
 @pytest.mark.parametrize(
     ("kind", "of_groups"), [("pairs", {"accuracy", "margin"}), ("prompts", set()), ("ties", set())]
 )
-def test_pairs_and_prompts_can_be_evaluated_and_ties_are_no_pairs(data, tmp_path, kind, of_groups):
+def test_pairs_and_prompts_can_be_evaluated_and_ties_are_no_pairs(grpo_data, tmp_path, kind, of_groups):
     run = [*RUN, "--num-steps", "1", "--engine", "hf", "--max-new-tokens", "20", "--eval-samples", "4"]
-    run += ["--beta", "0", "--dataset", data["pairs"], "--eval-dataset", data[kind]]
+    run += ["--beta", "0", "--dataset", grpo_data["pairs"], "--eval-dataset", grpo_data[kind]]
     if kind == "ties":
-        run += ["--dataset", data["groups"], "--group-size", "4"]
-    train(*run, "--output-dir", tmp_path / "run")
+        run += ["--dataset", grpo_data["groups"], "--group-size", "4"]
+    run_here(grpo_humanline, *run, "--output-dir", tmp_path / "run")
     after = json.loads((tmp_path / "run" / "summary.json").read_text())["after"]
     names = of_groups | {"reward", "win_rate", "length", "finished"}
     assert after.keys() == {f"eval/{name}" for name in names}
     assert after.get("eval/margin", [1])[0] > 0.1
-
-
-@pytest.mark.parametrize(("factor", "said"), [(math.nan, "not finite"), (0, "no prompt's rewards differ")])
-@pytest.mark.parametrize("group_size", ["2", "4"])
-def test_rewards_not_finite_or_all_equal_stop_a_round(data, tmp_path, capsys, factor, said, group_size):
-    judge = shutil.copytree(TOY / "reward_model", tmp_path / "judge")
-    weights = load_file(judge / "model.safetensors")
-    weights["score.weight"] *= factor
-    save_file(weights, judge / "model.safetensors", {"format": "pt"})
-    flags = ["--group-size", group_size, "--dataset", data["prompts"], "--reward-model", judge]
-    with pytest.raises(SystemExit):
-        train(*ONLINE, *flags, "--output-dir", tmp_path / "run")
-    assert said in capsys.readouterr().err
-
-
-ONE_ROUND = ["--online", "--reward-model", "", "--round-prompts", "1", "--engine", "hf", "--num-steps", "1"]
-ONE_ROUND += ["--max-new-tokens", "8", "--eval-dataset", "", "--batch-size", "2"]
-
-
-@pytest.mark.parametrize(
-    "rewards", [[math.nan] + [1.0] * 7, [1.0] * 7, [[1.0]] * 8], ids=["nan", "7", "shape"]
-)
-def test_rewards_of_a_function_that_are_missing_or_not_finite_end_the_run(
-    rewards, tmp_path, monkeypatch, capsys
-):
-    """A nan trained on nothing, and samples without a reward were dropped."""
-    monkeypatch.setattr(grpo_humanline, "SCORE", lambda samples: torch.tensor(rewards))
-    with pytest.raises(SystemExit):
-        train(*ONE_ROUND, "--output-dir", tmp_path / "run")
-    assert "error: SCORE did not return 8 finite numbers: " in capsys.readouterr().err
-
-
-def test_all_ranks_get_the_rewards_of_rank_0(tmp_path):
-    """Rewards that differ between two calls, as a judge's may, gave the ranks different batches."""
-    flags = [*ONE_ROUND, "--num-steps", "3", "--batch-size", "8", "--round-prompts", "8"]
-    flags += ["--checkpoint-every", "0", "--output-dir", str(tmp_path / "run")]
-    run_ranks(2, [flags], "judging_worker.py", "grpo_humanline")
-    assert len(metrics(tmp_path / "run")) == 3

@@ -1,18 +1,27 @@
-"""GRPO with verifiable rewards: rewards and advantages by hand, sampling every S steps, data, resume."""
+"""The GRPO script for mathematics: rounds of S steps, rewards, the same numbers for every layout."""
 
 import json
-import shutil
 import statistics
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from conftest import ROOT, agree, metrics, read_pool, read_rows, run_layouts, write_rows
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from worker import run_here
+from helpers import (
+    ROOT,
+    agree,
+    full_logps,
+    metrics,
+    read_checkpoint,
+    read_pool,
+    read_rows,
+    run_here,
+    run_layouts,
+    write_rows,
+)
+from transformers import AutoModelForCausalLM
 
 import grpo_math_humanline
-from grpo_math_humanline import group_advantages
+from grpo_math_humanline import format_reward, group_advantages, tag_count_reward
+from utils import Example, pad_batch
 
 SCRIPT = "grpo_math_humanline"
 TOY = ROOT / "toy" / "shell_game"
@@ -31,11 +40,6 @@ def data(tmp_path_factory):
     return write_rows(path, read_rows(TOY / "problems_train.jsonl.gz")[:64])
 
 
-def main(*arguments):
-    """The script in this process, where the grading workers start faster; it returns the last argument."""
-    return run_here(grpo_math_humanline, *arguments)
-
-
 def test_advantages_have_the_sample_standard_deviation_and_a_small_constant():
     rewards = [10.0, 2.0, 2.0, 9.75]
     mean, deviation = statistics.mean(rewards), statistics.stdev(rewards)
@@ -46,7 +50,7 @@ def test_advantages_have_the_sample_standard_deviation_and_a_small_constant():
     assert advantages[1:] == [[0] * 4, [0] * 4]
 
 
-# --- sampling every S steps ---
+# === Rounds of S steps ===
 
 VARIANTS = {"humanline": [], "offline": ["--no-humanline"], "clip only": ["--k", "0"]}
 
@@ -65,10 +69,10 @@ def runs(data, folder):
 
 
 def test_ranks_and_layouts_agree_and_sample_the_same(runs, data, tmp_path):
-    """The others have one sequence in a pass, and two ranks with two."""
+    """Two ranks have two sequences in a micro-batch."""
     expected = runs["humanline"]
     jobs = {"humanline": [*RUN, "--dataset", data, "--eval-dataset", data]}
-    for steps in run_layouts(tmp_path, jobs, [(1, "1"), (2, "60")], SCRIPT)["humanline"]:
+    for steps in run_layouts(tmp_path, jobs, [(2, "60")], SCRIPT)["humanline"]:
         agree(expected, steps, SAME)
     assert any(step["humanline/clipped_low"] > 0 for step in expected)
     assert any(step["grpo/kl"] > 0 for step in expected)
@@ -95,43 +99,63 @@ def test_the_reference_follows_k_or_is_the_policy_at_sampling_time(runs, variant
     assert same == [steps == 0 for steps in since_sync]
 
 
-def test_every_s_draws_the_same_problems_in_the_same_order(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "support.run.shutil.rmtree", lambda *arguments, **options: None
-    )  # keeps all checkpoints
-    run = [*RUN, "--eval-samples", "0", "--checkpoint-every", "1", "--dataset", data, "--num-steps", "4"]
+def test_every_s_draws_the_same_problems_in_the_same_order(data, tmp_path):
+    flags = [*RUN, "--eval-samples", "0", "--checkpoint-every", "1", "--keep-checkpoints", "0"]
     for s in ("2", "4"):
-        main(*run, "--sample-every", s, "--output-dir", tmp_path / s)
+        folder = tmp_path / s
+        run_here(
+            grpo_math_humanline,
+            *flags,
+            "--dataset",
+            data,
+            "--num-steps",
+            "4",
+            "--sample-every",
+            s,
+            "--output-dir",
+            folder,
+        )
 
     def waiting(s, step):
-        pool = read_pool(tmp_path / s / "checkpoints" / f"step-{step}")
-        return [example.prompt for group in pool for example in group]
+        return [example.prompt for group in read_pool(tmp_path / s, step) for example in group]
 
     assert len(waiting("4", 1)) == 3 * 16 and len(set(waiting("4", 1))) > 3 and waiting("2", 2) == []
     assert waiting("2", 1) == waiting("4", 1)[:16] and waiting("2", 3) == waiting("4", 3)
 
 
-def test_log_probs_are_taken_at_the_sampling_temperature(data, tmp_path):
+def test_log_probs_are_taken_at_the_sampling_temperature_and_samples_are_truncated_without_an_eos(
+    data, tmp_path
+):
     """Step 1 against forward passes of policy and reference in transformers, with logits divided by T."""
-    run = [*RUN, "--temperature", "0.5", "--k", "1", "--dataset", data, "--eval-samples", "0"]
-    run += ["--sample-every", "2", "--num-steps", "2", "--checkpoint-every", "1", "--output-dir"]
-    main(*run, tmp_path / "run")
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-1"
+    flags = [*RUN, "--temperature", "0.5", "--k", "1", "--dataset", data, "--eval-samples", "0"]
+    flags += ["--sample-every", "2", "--num-steps", "2", "--checkpoint-every", "1", "--max-new-tokens", "8"]
+    folder = run_here(grpo_math_humanline, *flags, "--output-dir", tmp_path / "run")
     policy, reference = (AutoModelForCausalLM.from_pretrained(POLICY) for _ in range(2))
-    dcp.load({"policy": policy.state_dict()}, checkpoint_id=checkpoint)  # in place
-    policy, reference = policy.double(), reference.double()
-    values = []
-    for group in read_pool(checkpoint):
-        for x in group:
-            ids = torch.tensor([x.prompt_ids + x.completion_ids])
-            with torch.no_grad():
-                new = (policy(ids).logits[0, :-1] / 0.5).log_softmax(-1)
-                old = (reference(ids).logits[0, :-1] / 0.5).log_softmax(-1)
-            difference = (new - old).gather(-1, ids[0, 1:, None])[len(x.prompt_ids) - 1 :]
-            values += difference.flatten().abs().tolist()
-    mean = statistics.mean(values)
-    logged = metrics(tmp_path / "run")[1]["humanline/log_ratio_abs_mean"]
-    assert mean > 0 and logged == pytest.approx(mean, rel=1e-5)
+    policy.load_state_dict(read_checkpoint(folder, 1)["policy"])
+    examples = [example for group in read_pool(folder, 1) for example in group]
+    assert len(examples) == 16 and max(len(example.completion_ids) for example in examples) == 8
+    input_ids, mask = pad_batch(examples, "cpu")
+    with torch.no_grad():
+        logps, ref_logps = (full_logps(x.double(), input_ids, mask, 0.5) for x in (policy, reference))
+    mean = (logps - ref_logps).abs().sum() / mask.sum()
+    first, second = metrics(folder)
+    assert mean > 0 and second["humanline/log_ratio_abs_mean"] == pytest.approx(mean.item(), rel=1e-5)
+    assert first["rollout/finished_mean"] < 1
+
+
+def test_samples_of_problems_are_truncated_after_they_are_graded(one_rank, monkeypatch):
+    """The first sample of a problem is too long for --max-length."""
+    monkeypatch.setattr("support.grading.grade_all", lambda grader, grade, jobs: [True] * len(jobs))
+
+    class Sampler:
+        def sample(self, policy, prompts, count, seed):
+            completions = ([10] * 9 + [5], [11, 5])
+            return [[Example("x", [1, 2], ids, text="4", answer="4") for ids in completions]], {}
+
+    args = grpo_math_humanline.Args(max_length=6, prompts_per_step=1, group_size=2, num_steps=1)
+    problem = (Example("x", [1, 2], answer="4"),)
+    (group,), _ = grpo_math_humanline.sample_round(args, Sampler(), None, None, [problem], 0)
+    assert [x.completion_ids for x in group] == [[10] * 4, [11, 5]] and all(x.correct for x in group)
 
 
 def test_evaluation_is_pass_at_1_over_problems(runs, folder):
@@ -144,70 +168,24 @@ def test_evaluation_is_pass_at_1_over_problems(runs, folder):
     assert means["reward"] == pytest.approx(8 * means["accuracy"] + means["format"] + means["tag_count"])
 
 
-def test_completions_that_are_cut_are_counted_and_get_no_end_of_turn(data, tmp_path):
-    run = [*RUN, "--max-new-tokens", "4", "--checkpoint-every", "1", "--num-steps", "2", "--eval-samples"]
-    folder = main(*run, "0", "--dataset", data, "--output-dir", tmp_path / "run")
-    examples = [example for group in read_pool(folder / "checkpoints" / "step-1") for example in group]
-    assert len(examples) == 16 and all(len(example.completion_ids) == 4 for example in examples)
-    assert metrics(folder)[0]["rollout/finished_mean"] == 0 and metrics(folder)[0]["rollout/format_mean"] == 0
+# === Rewards ===
 
 
-# --- resume ---
-
-
-RESUMED = [*RUN, "--checkpoint-every", "1", "--eval-samples-per-problem", "1", "--dataset"]
-
-
-@pytest.fixture(scope="module")
-def whole(data, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    return main(*RESUMED, data, "--eval-dataset", data, "--output-dir", folder)
-
-
-@pytest.mark.parametrize("moment", ["grpo_loss 2", "grade_samples 3"])
-def test_killed_between_two_samplings_and_resumed_equals_uninterrupted(whole, data, kill_and_resume, moment):
-    kill_and_resume(whole, [*RESUMED, data, "--eval-dataset", data], moment, SCRIPT)
-
-
-@pytest.mark.parametrize("flag", ["--group-size", "--prompts-per-step", "--seed"])
-def test_flags_that_decide_which_rows_a_step_trains_on_stay_on_resume(whole, tmp_path, capsys, flag):
-    """Otherwise rows would be skipped or repeated, and waiting groups would not fit."""
-    folder = shutil.copytree(whole, tmp_path / "run")
-    with pytest.raises(SystemExit):
-        main(flag, "8", "--resume", folder)
-    said = f"error: {flag} cannot be changed by --resume: the rows of the next steps depend on it\n"
-    assert capsys.readouterr().err == said
-
-
-# --- data and bad input ---
+def test_rewards_of_the_format():
+    right = "<think>\n1 + 1\n</think>\n<answer>\n2\n</answer>"
+    assert (format_reward(right), tag_count_reward(right)) == (1, 1)
+    missing = right.removesuffix("\n</answer>")
+    assert (format_reward(missing), tag_count_reward(missing)) == (0, 3 / 4)
+    twice = right + "\n<answer>\n3\n</answer>"
+    assert tag_count_reward(twice) == 2 / 4
 
 
 def test_problems_without_a_gold_answer_are_left_out_and_counted(tmp_path, capsys):
     rows = [{"problem": "2 45 15 34 24 45", "answer": answer} for answer in ["5"] * 8 + ["", " "]]
     flags = [*RUN, "--num-steps", "1", "--eval-samples", "0"]
     flags += ["--dataset", write_rows(tmp_path / "p.jsonl", rows), "--output-dir"]
-    main(*flags, tmp_path / "run")
-    said = "p.jsonl: 8 of 10 gold answers can be graded, the first that cannot is ''"
-    assert said in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(*flags, tmp_path / "none", "--prompts-per-step", "9")
-    assert f"{said}; at least 9 are needed" in capsys.readouterr().err
+    run_here(grpo_math_humanline, *flags, tmp_path / "run")
+    assert "p.jsonl: 8 of 10 gold answers can be graded" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="8 rows"):
+        run_here(grpo_math_humanline, *flags, tmp_path / "none", "--prompts-per-step", "9")
     assert not (tmp_path / "none").exists()
-
-
-def test_a_loss_that_is_not_finite_names_the_step_and_the_checkpoint_stays(data, tmp_path, capsys):
-    run = [*RUN, "--lr", "1e18", "--eval-samples", "0", "--checkpoint-every", "1", "--dataset", data]
-    with pytest.raises(SystemExit):
-        main(*run, "--output-dir", tmp_path / "run")
-    message = capsys.readouterr().err
-    assert "error: step 1: loss nan" in message and "--lr" in message
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-1"]
-    assert len(metrics(tmp_path / "run")) == 1
-
-
-def test_a_problem_has_no_completion_that_could_be_shown(data, capsys):
-    args = grpo_math_humanline.Args(system_prompt="")
-    tokenizer = AutoTokenizer.from_pretrained(POLICY)
-    grpo_math_humanline.load_groups(args, tokenizer, {tokenizer.eos_token_id}, data, "train")
-    told = capsys.readouterr().out
-    assert " rows\n" in told and "completion" not in told

@@ -1,22 +1,20 @@
-"""Tests the makers of the toys: they write the committed bytes again, and have no circle of imports."""
-
-import subprocess
-import sys
+"""The toys: their makers write the committed bytes again."""
 
 import pytest
-from conftest import ROOT, read_rows
+from helpers import ROOT, read_rows
 from transformers import AutoModelForCausalLM
 
 from toy import common, make, sums
 
 TOYS = ROOT / "toy"
-FILES = sorted(str(path.relative_to(TOYS)) for path in TOYS.rglob("*.jsonl.gz"))
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_committed_rows_are_written_as_the_same_bytes(name, tmp_path):
-    common.write_rows(tmp_path / "rows.jsonl.gz", read_rows(TOYS / name))
-    assert (tmp_path / "rows.jsonl.gz").read_bytes() == (TOYS / name).read_bytes()
+def test_committed_rows_are_written_as_the_same_bytes(tmp_path):
+    files = sorted(TOYS.rglob("*.jsonl.gz"))
+    assert len(files) > 10
+    for path in files:
+        common.write_rows(tmp_path / "rows.jsonl.gz", read_rows(path))
+        assert (tmp_path / "rows.jsonl.gz").read_bytes() == path.read_bytes(), path
 
 
 def test_the_shell_game_is_the_committed_one(tmp_path, monkeypatch):
@@ -24,21 +22,10 @@ def test_the_shell_game_is_the_committed_one(tmp_path, monkeypatch):
     policy = AutoModelForCausalLM.from_pretrained(TOYS / "shell_game" / "policy").eval()
     monkeypatch.setattr(make, "train_language_model", lambda *_, **__: policy)
     make.make_shell_game(tmp_path)
-    files = ["problems_train.jsonl.gz", "problems_test.jsonl.gz", "policy/model.safetensors"]
-    for name in [
-        *files,
-        "policy/tokenizer.json",
-        "policy/tokenizer_config.json",
-        "policy/chat_template.jinja",
-    ]:
+    files = ["problems_train.jsonl.gz", "problems_test.jsonl.gz"]
+    names = ("model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    for name in [*files, *(f"policy/{name}" for name in names)]:
         assert (tmp_path / name).read_bytes() == (TOYS / "shell_game" / name).read_bytes(), name
-
-
-def test_no_module_of_the_toys_imports_another_one_but_common():
-    for module, other in (("stories", "make"), ("make", "stories")):
-        code = f"import sys, toy.{module}; assert 'toy.common' in sys.modules; "
-        code += f"assert 'toy.{other}' not in sys.modules"
-        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_the_sums_are_the_committed_ones_and_no_pair_of_numbers_is_in_both_files(tmp_path):

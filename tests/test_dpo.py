@@ -1,0 +1,438 @@
+"""The DPO script: loss, clipping, syncing, models, what a run leaves, and rounds.
+
+Functions that are the same in all scripts, such as `sync_reference` and `load_models`, are tested here.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers import (
+    PAIRS,
+    TOY,
+    kill_and_resume,
+    metrics,
+    parse_args,
+    read_checkpoint,
+    read_pool,
+    read_rows,
+    run_here,
+    run_ranks,
+    toy_rows,
+    trl_settings,
+)
+from safetensors.torch import load_file
+from torch.distributed.tensor.debug import CommDebugMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from trl import DPOConfig, DPOTrainer
+
+import dpo_humanline
+import utils
+from dpo_humanline import Args, best_and_worst, clip_log_ratio, dpo_loss, implicit_rewards
+from support import run
+from utils import Example, pad_batch, token_logps
+
+SHORT = ["--dataset", PAIRS, "--eval-dataset", "", "--num-steps", "3", "--batch-size", "8"]
+SHORT += ["--warmup-fraction", "0", "--max-new-tokens", "12"]
+
+# === Loss ===
+
+
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    log_ratio = 2 * torch.randn(6, 6, dtype=torch.float64, generator=generator)
+    mask = (torch.arange(6) < torch.tensor([6, 4, 1, 2, 6, 3])[:, None]).double()
+    return log_ratio, mask
+
+
+@pytest.mark.parametrize("bounds", [(-math.inf, math.inf), (-1.5, 1.5), (-0.5, 2.0)])
+def test_loss_equals_equation_6_by_hand_and_its_gradient_finite_differences(bounds):
+    log_ratio, mask = batch()
+    args = Args(log_epsilon_P=bounds[0], log_epsilon_R=bounds[1])
+    clipped = clip_log_ratio(args, log_ratio)
+    rewards = []
+    for row, row_mask in zip(log_ratio.tolist(), mask.tolist()):
+        rewards.append(0.1 * sum(min(max(x, bounds[0]), bounds[1]) for x, m in zip(row, row_mask) if m))
+    by_hand = [math.log1p(math.exp(rejected - chosen)) for chosen, rejected in zip(rewards, rewards[3:])]
+    assert dpo_loss(clipped, mask, 0.1).tolist() == pytest.approx(by_hand, rel=1e-12)
+    found = torch.cat(implicit_rewards(clipped, mask, 0.1)).tolist()
+    assert found == pytest.approx(rewards, rel=1e-12)
+    variable = log_ratio.clone().requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda x: dpo_loss(clip_log_ratio(args, x), mask, 0.5).sum(), variable, eps=1e-7
+    )
+
+
+def test_without_bounds_and_syncs_a_run_is_the_one_without_humanline(tmp_path):
+    unbounded = ["--log-epsilon-P=-inf", "--log-epsilon-R=inf", "--k", "0"]
+    found = metrics(run_here(dpo_humanline, *SHORT, *unbounded, "--output-dir", tmp_path / "1"), True)
+    plain = metrics(run_here(dpo_humanline, *SHORT, "--no-humanline", "--output-dir", tmp_path / "2"), True)
+    outside = {"humanline/clipped_low": 0, "humanline/clipped_high": 0}  # no token is
+    assert found == [step | outside for step in plain]
+    assert plain[2]["humanline/log_ratio_abs_mean"] > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_loss_curve_of_trls_trainer_without_humanline(tmp_path):
+    """Both train on the same full batch, TRL on the texts as messages."""
+    rows, steps = toy_rows(TOY, 16), 5
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--no-humanline", "--dataset", tmp_path / "data.jsonl", "--batch-size", 16, "--beta", "0.5"]
+    flags += ["--lr", "1e-3", "--num-steps", steps, "--warmup-fraction", "0", "--eval-dataset", ""]
+    flags += ["--adam-eps", "1e-8", "--weight-decay", "0", "--max-grad-norm", "1.0"]
+    ours = metrics(run_here(dpo_humanline, *flags, "--output-dir", tmp_path / "ours"))
+    chats = []
+    for row in rows:
+        roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+        chats.append({key: [{"role": role, "content": row[key]}] for key, role in roles.items()})
+    policy, reference = (AutoModelForCausalLM.from_pretrained(TOY / "policy") for _ in range(2))
+    config = DPOConfig(beta=0.5, max_length=None, **trl_settings(tmp_path / "trl", 16, steps, 1e-3))
+    tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
+    rows = Dataset.from_list(chats)
+    trainer = DPOTrainer(policy, reference, config, train_dataset=rows, processing_class=tokenizer)
+    trainer.train()
+    theirs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], abs=1e-4, rel=1e-4)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+        assert mine["rewards/margins"] == pytest.approx(other["rewards/margins"], abs=1e-3)
+
+
+# === Syncing ===
+# Which policy the reference is at every step, bit for bit, and what a sync costs.
+
+STEPS = 7
+AGES = {  # so many steps before was the policy what the reference is
+    "k1": (["--k", "1"], [0, 1, 1, 1, 1, 1, 1]),
+    "k3": (["--k", "3"], [0, 1, 2, 3, 1, 2, 3]),
+    "no humanline": (["--no-humanline", "--k", "1"], [0, 1, 2, 3, 4, 5, 6]),
+    "k0": (["--k", "0"], [0, 1, 2, 3, 4, 5, 6]),
+}
+
+
+def digest(tensors) -> str:
+    content = hashlib.sha256()
+    for tensor in tensors:
+        content.update(tensor.detach().contiguous().numpy().tobytes())
+    return content.hexdigest()
+
+
+def record_run(script, arguments):
+    """Runs main, and notes at every step what policy and reference are.
+
+    The record is taken inside the step, before the policy's forward pass, with further forward passes through
+    both models. They would leave a root unit gathered and stale if it were not resharded.
+    """
+    probe = pad_batch([Example("", [1, 7, 2], [9, 10, 11, 5]), Example("", [1, 8, 2], [20, 21, 5])], "cpu")
+    sync, load, record, models = script.sync_reference, script.load_models, [], {}
+
+    def load_models(*arguments):
+        models.update(zip(("policy", "reference"), load(*arguments)))
+        return tuple(models.values())
+
+    def recording_token_logps(model, input_ids, mask):
+        if model is models["policy"]:
+            step = {"syncs": 0, "sync collectives": 0}
+            for kind, each in models.items():
+                with torch.no_grad(), CommDebugMode() as communication:
+                    step[f"{kind} logps"] = digest([token_logps(each, *probe)])
+                step[f"{kind} weights"] = digest(weight.full_tensor() for weight in each.parameters())
+                step["forward collectives"] = communication.get_total_counts()
+            record.append(step)
+        return token_logps(model, input_ids, mask)
+
+    def counting_sync(reference, policy):
+        with torch.no_grad():
+            token_logps(policy, *probe)  # leaves the root as a forward pass leaves it
+            token_logps(reference, *probe)
+        with CommDebugMode() as communication:
+            sync(reference, policy)
+        record[-1]["syncs"] += 1
+        record[-1]["sync collectives"] += communication.get_total_counts()
+
+    # For the loop alone, not for what utils itself calls.
+    script.utils = SimpleNamespace(**vars(utils) | {"token_logps": recording_token_logps})
+    script.sync_reference, script.load_models = counting_sync, load_models
+    args = parse_args(script, arguments)
+    script.main(args)
+    script.sync_reference, script.load_models = sync, load
+    if os.environ["RANK"] == "0":
+        (Path(args.output_dir) / "record.json").write_text(json.dumps(record))
+
+
+@pytest.fixture(scope="module", params=["untied", pytest.param("tied", marks=pytest.mark.slow)])
+def recorded(request, tmp_path_factory, tied_policy):
+    """{variant: (steps of {policy, reference, ...} digests, metrics)} of real runs on two ranks."""
+    folder = tmp_path_factory.mktemp("reference")
+    model = str(TOY / "policy") if request.param == "untied" else tied_policy
+    runs = []
+    for name, (flags, _) in AGES.items():
+        flags = [*SHORT, "--num-steps", str(STEPS), "--batch-size", "4", "--model", model, *flags]
+        flags += ["--lr", "1e-3", "--adam-eps", "1e-2", "--beta", "10", "--checkpoint-every", "0"]
+        runs.append([*flags, "--output-dir", str(folder / name)])
+    run_ranks(2, runs, record_run)
+    found = {}
+    for name in AGES:
+        record = json.loads((folder / name / "record.json").read_text())
+        found[name] = (record, metrics(folder / name))
+    return found
+
+
+@pytest.mark.parametrize("variant", AGES)
+def test_reference_is_the_policy_of_the_expected_step(recorded, variant):
+    record, logged = recorded[variant]
+    assert len({step["policy weights"] for step in record}) == STEPS  # it moves every step
+    for t, age in enumerate(AGES[variant][1]):
+        source = record[t - age]
+        assert record[t]["reference weights"] == source["policy weights"], t  # embedding and head included
+        assert record[t]["reference logps"] == source["policy logps"], t
+        assert (logged[t]["humanline/log_ratio_abs_mean"] == 0) == (age == 0), t
+
+
+def test_a_sync_communicates_nothing(recorded):
+    syncs = {"k1": 7, "k3": 3}
+    for name, (record, _) in recorded.items():
+        assert all(step["sync collectives"] == 0 for step in record), name
+        assert all(step["forward collectives"] > 0 for step in record), name  # the counter does count
+        assert sum(step["syncs"] for step in record) == syncs.get(name, 0)
+
+
+# === Models ===
+# Policy and reference are the model in the files, whatever its architecture and dtype.
+
+SIZES = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+MODELS = {
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "gemma2": {},  # tied, with softcaps and a scaled embedding
+    "gpt2": dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),  # tied, absolute positions
+    "mixtral": {"num_local_experts": 4},
+    "mamba": {"state_size": 8},  # its blocks contain further units
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+
+
+def load(script, folder: str, dtype: str):
+    """Loads policy and reference, which keep the model's own attention."""
+    utils.choose_attention = lambda *arguments: ""
+    args = parse_args(script, ["--model", folder, "--dataset", "none.jsonl", "--dtype", dtype])
+    args.max_length = args.max_prompt_length = args.max_new_tokens = 16
+    return script.load_models(args, torch.device("cpu"), 100)
+
+
+@torch.no_grad()
+def compare_models(script, folder: str):
+    """Asserts that both models have an unsharded fp32 model's parameters and logits, also after a sync."""
+    run.setup(Args(model="any", dataset="any", dtype="float32"), batch_size=64)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if getattr(plain.config, "attn_logit_softcapping", None):
+        plain.set_attn_implementation("eager")
+    policy, reference = load(script, folder, "float32")
+    input_ids = torch.randint(0, plain.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
+    assert {p.dtype for p in [*policy.parameters(), *reference.parameters()]} == {torch.float32}
+    assert not policy.training and not reference.training
+    assert not any(p.requires_grad for p in reference.parameters())
+    for factor in (1.0, 1.25):
+        for parameter in plain.parameters():
+            parameter.mul_(factor)
+        for parameter in policy.parameters():
+            parameter.to_local().mul_(factor)
+        if factor > 1:
+            script.sync_reference(reference, policy)
+        for name, model in (("policy", policy), ("reference", reference)):
+            plain.requires_grad_(name == "policy")  # on some processors mamba's logits depend on it
+            for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(parameter.full_tensor(), expected), f"{name} {folder} {factor}"
+            assert torch.equal(model(input_ids).logits, plain(input_ids).logits), f"{name} {folder} {factor}"
+    half, reference = load(script, folder, "bfloat16")
+    assert {p.dtype for p in half.parameters()} == {torch.float32}
+    assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
+    assert torch.equal(half(input_ids).logits, reference(input_ids).logits)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[str]:
+    """Each model in a bf16 file, and one whose file is fp32 though its config.json says bf16."""
+    found = []
+    kinds = [(name, torch.bfloat16) for name in MODELS]
+    for name, dtype in [*kinds, ("llama", torch.float32)]:
+        torch.manual_seed(0)
+        found.append(str(tmp_path_factory.mktemp(name)))
+        config = AutoConfig.for_model(name, **SIZES | MODELS[name])
+        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(found[-1])
+    path = Path(found[-1]) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "bfloat16"}))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_sharded_models_have_the_logits_of_the_unsharded_one_bit_for_bit(folders, ranks):
+    run_ranks(ranks, folders, compare_models)
+
+
+def test_recomputed_activations_and_other_dtypes_train_the_same_curve(tmp_path):
+    kinds = {  # flags and how far the loss may be from that of fp64
+        "exact": ([], 0),
+        "recomputed": (["--gradient-checkpointing"], 1e-9),
+        "fp32": (["--dtype", "float32"], 1e-4),
+        "bf16": (["--dtype", "bfloat16"], 0.15),
+    }
+    for name, (flags, tolerance) in kinds.items():
+        run_here(dpo_humanline, *SHORT, "--k", "16", *flags, "--output-dir", tmp_path / name)
+        for exact, step in zip(metrics(tmp_path / "exact"), metrics(tmp_path / name), strict=True):
+            assert step["loss"] == pytest.approx(exact["loss"], abs=tolerance)
+
+
+# === What a run leaves ===
+
+NAMES = """loss grad_norm lr
+rewards/chosen rewards/rejected rewards/margins rewards/accuracies logps/chosen logps/rejected
+humanline/clipped_low humanline/clipped_high humanline/log_ratio_abs_mean
+perf/step_time perf/tokens_per_second perf/peak_memory""".split()
+
+
+def test_every_metric_and_both_evaluations_are_in_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    flags = ["--num-steps", "10", "--warmup-fraction", "0.2", "--eval-dataset", PAIRS, "--eval-samples", "8"]
+    folder = run_here(dpo_humanline, *SHORT, *flags, "--output-dir", tmp_path)
+    steps = metrics(folder)
+    assert [step["step"] for step in steps] == list(range(10))
+    assert set(NAMES) <= set(steps[0])
+    events = EventAccumulator(str(tmp_path)).Reload()
+    for name in NAMES:
+        values = [event.value for event in events.Scalars(name)]
+        assert values == pytest.approx([step[name] for step in steps], rel=1e-5)
+    before, after, change = json.loads((tmp_path / "summary.json").read_text()).values()
+    assert {"eval/loss", "eval/accuracy", "eval/margin", "eval/reward", "eval/win_rate"} <= set(after)
+    for name, (mean, _, count) in after.items():
+        values = {event.step: event.value for event in events.Scalars(name)}
+        assert values == pytest.approx({0: before[name][0], 10: mean}, rel=1e-5)
+        assert change[name][0] == pytest.approx(mean - before[name][0], abs=1e-9)
+        sampled = ("eval/loss", "eval/accuracy", "eval/margin")
+        assert count == (128 if name in sampled else 8)
+    rates = [step["lr"] / dpo_humanline.TOY["lr"] for step in steps]
+    assert rates == pytest.approx([0.5] + [1.0] * 9)  # linear warmup, then constant
+
+
+@pytest.mark.slow
+def test_final_loads_with_the_dtype_and_the_ties_of_the_initial_model(tmp_path, tied_policy):
+    """The exported model is the evaluated one: sampling from it agrees with the policy, or the run stops."""
+    initial = AutoModelForCausalLM.from_pretrained(tied_policy, dtype=torch.bfloat16)
+    model = str(shutil.copytree(tied_policy, tmp_path / "model"))
+    initial.save_pretrained(model)
+    flags = ["--eval-dataset", str(TOY / "prompts_test.jsonl.gz"), "--eval-samples", "32"]
+    flags += ["--reward-model", str(TOY / "reward_model"), "--model", model, "--lr", "1e-3", "--k", "16"]
+    run_ranks(2, [[*SHORT, *flags, "--output-dir", str(tmp_path / "run")]])
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert {"eval/reward", "eval/win_rate"} <= set(summary["after"]) and "eval/margin" not in summary["after"]
+    folder = tmp_path / "run" / "final"
+    final = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(final) is type(initial) and final.dtype == torch.bfloat16
+    assert final.lm_head.weight.data_ptr() == final.model.embed_tokens.weight.data_ptr()
+    assert not torch.equal(final.lm_head.weight, initial.lm_head.weight)
+    files = [load_file(path / "model.safetensors") for path in (tmp_path / "model", folder)]
+    assert files[0].keys() == files[1].keys()  # the tied head was written a second time
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+
+
+def test_sampling_defaults_of_the_model_neither_leak_nor_break_the_export(tmp_path):
+    """A repetition penalty, or a temperature without do_sample, belongs to nobody's experiment."""
+    shutil.copytree(TOY / "policy", tmp_path / "odd model")
+    path = tmp_path / "odd model" / "generation_config.json"
+    odd = {"temperature": 0.9, "repetition_penalty": 5.0}
+    path.write_text(json.dumps(json.loads(path.read_text()) | odd))
+    flags = ["--reward-model", TOY / "reward_model", "--eval-dataset", PAIRS, "--eval-samples", "16"]
+    flags += ["--dtype", "float64", "--num-steps", "1"]
+    for name, model in (("plain", TOY / "policy"), ("odd", tmp_path / "odd model")):
+        run_here(dpo_humanline, *SHORT, *flags, "--model", model, "--output-dir", tmp_path / name)
+    plain, changed = ((tmp_path / name / "summary.json").read_text() for name in ("plain", "odd"))
+    assert plain == changed
+    assert "repetition_penalty" not in (tmp_path / "odd/final/generation_config.json").read_text()
+
+
+# === Rounds ===
+
+ONLINE = ["--online", "--engine", "hf", "--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "4"]
+ONLINE += ["--k", "3", "--round-prompts", "20", "--batch-size", "8", "--num-steps", "7"]
+ONLINE += ["--max-new-tokens", "12", "--checkpoint-every", "1", "--keep-checkpoints", "0"]
+ONLINE += ["--eval-every", "3", "--warmup-fraction", "0"]
+
+
+@pytest.fixture(scope="module")
+def rounds(tmp_path_factory):
+    """The folder of a run whose rounds begin at steps 0, 2 and 5."""
+    return run_here(dpo_humanline, *ONLINE, "--output-dir", tmp_path_factory.mktemp("online") / "run")
+
+
+def test_best_and_worst_make_a_pair():
+    samples = [Example("", [1], [10 + i], reward) for i, reward in enumerate((0.3, 0.9, 0.1))]
+    pair = best_and_worst(samples, 0.5)
+    assert [(x.completion_ids, x.reward) for x in pair] == [([11], 0.9), ([12], 0.1)]
+    assert best_and_worst(samples, 0.81) == () and best_and_worst(samples[:1] * 2, 0) == ()
+
+
+def test_what_a_round_leaves_over_is_trained_on_before_the_next_one(rounds):
+    """Twenty prompts give twenty pairs, and a step takes eight: 20 12, 24 16 8, 20 12, and 4 are left."""
+    steps = metrics(rounds)
+    assert [step.get("rollout/round") for step in steps] == [1, None, 2, None, None, 3, None]
+    assert all(step.get("rollout/filtered", 0) == 0 for step in steps)
+    pools = {step: read_pool(rounds, step) for step in (6, 7)}
+    assert len(pools[6]) == 12 and pools[7] == pools[6][8:]
+    for best, worst in pools[6]:
+        assert best.prompt == worst.prompt and best.reward > worst.reward
+    assert len({step["lr"] for step in steps}) == 1  # no warmup in this run, and no restart
+    moments = read_checkpoint(rounds, 7)["optimizer"]["state"]  # they began anew with every round
+    assert {state["step"].item() for state in moments.values()} == {7}
+
+
+def test_a_round_sets_the_reference_to_the_policy_and_k_goes_on(rounds, tmp_path):
+    """With k = 3 the reference is the policy before the updates of steps 0, 3 and 6. Without humanline it is
+    the policy of the round's start."""
+    flags = ["--no-humanline", "--num-steps", "5", "--eval-samples", "0", "--output-dir", tmp_path / "run"]
+    plain = run_here(dpo_humanline, *ONLINE, *flags)
+    for folder, ages in ((rounds, [0, 1, 0, 1, 1, 0, 1]), (plain, [0, 1, 0, 1, 2])):
+        in_sync = [step["humanline/log_ratio_abs_mean"] == 0 for step in metrics(folder)]
+        assert in_sync == [age == 0 for age in ages]
+
+
+def test_evaluation_by_sampling_is_logged_and_summarised(rounds):
+    steps, summary = metrics(rounds), json.loads((rounds / "summary.json").read_text())
+    assert [step["step"] for step in steps if "eval/reward" in step] == [3, 6]
+    assert summary["before"]["eval/win_rate"] == [0.5, 0.0, 4]
+    names = {"eval/reward", "eval/win_rate", "eval/length", "eval/finished", "eval/margin"}
+    assert set(summary["after"]) >= names
+    samples = read_rows(rounds / "samples.jsonl")
+    assert all(sample["sample"].split() for sample in samples)
+    assert [sample["prompt"] for sample in samples[-4:]] == [row["prompt"] for row in read_rows(PAIRS)[:4]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["sample_round 2", "model_rewards 3", "dpo_loss 4"])
+def test_a_run_killed_in_a_round_and_resumed_equals_the_uninterrupted_one(rounds, tmp_path, moment):
+    kill_and_resume(tmp_path / "cut", rounds, ONLINE, moment)
+
+
+def test_samples_are_truncated_after_they_are_scored_and_get_no_eos_token():
+    """A sequence that was too long kept all its tokens, or was given an end that the policy did not write."""
+
+    def sample(policy, prompts, count, seed):
+        completions = ([10] * 9 + [5], [11, 5], [12] * 9 + [5], [13, 5])
+        samples = [Example("x", [1, 2], ids, float(-number)) for number, ids in enumerate(completions)]
+        return [samples for _ in prompts], {}
+
+    args = Args(max_length=6, round_prompts=2, samples_per_prompt=4)
+    prompts = [(Example("x", [1, 2]),)] * 2
+    groups, _ = dpo_humanline.sample_round(args, SimpleNamespace(sample=sample), None, prompts, 1)
+    assert [[x.completion_ids for x in group] for group in groups] == [[[10] * 4, [13, 5]]] * 2
+    assert [[x.reward for x in group] for group in groups] == [[0, -3]] * 2

@@ -1,0 +1,134 @@
+"""Whole runs on several ranks: any layout gives the same numbers, and machines that differ say so."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from helpers import PAIRS, ROOT, agree, finish, free_port, metrics, run_main, run_ranks, start_ranks
+from helpers import run_layouts as run_all_layouts
+
+# === Layouts ===
+
+VARIANTS = {"k1": ["--k", "1"], "k3": ["--k", "3"], "offline": ["--no-humanline"]}
+RUN = ["--num-steps", "6", "--dataset", PAIRS, "--eval-dataset", "", "--warmup-fraction", "0.25"]
+RUN += ["--checkpoint-every", "0"]
+PAIR = 28  # tokens of every pair of the toy
+# Ranks and --micro-batch-tokens: the whole batch, which also runs twice, and uneven micro-batches.
+LAYOUTS = [(1, "0"), (1, "0", "k3"), (1, f"{5 * PAIR}", "k3"), (2, "0", "k3"), (2, f"{5 * PAIR}")]
+SAME = ["loss", "grad_norm", "humanline/clipped_low", "humanline/log_ratio_abs_mean", "rewards/margins"]
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory):
+    jobs = {name: [*RUN, *flags] for name, flags in VARIANTS.items()}
+    return run_all_layouts(tmp_path_factory.mktemp("same"), jobs, LAYOUTS)
+
+
+def test_one_and_two_ranks_and_all_micro_batches_agree(layouts):
+    for expected, *others in layouts.values():
+        for steps in others:
+            agree(expected, steps, SAME)
+    assert len({steps[-1]["loss"] for steps, *_ in layouts.values()}) == 3
+
+
+def test_the_same_run_repeats_bit_for_bit(layouts):
+    once, again, *_ = layouts["k3"]
+    assert once == again
+
+
+@pytest.mark.slow
+def test_four_ranks_agree_also_in_two_replicas_of_two_shards(layouts, tmp_path):
+    run = [*RUN, *VARIANTS["k3"], "--micro-batch-tokens", f"{4 * PAIR}"]
+    for name, flags in (("4", []), ("2 x 2", ["--shard-size", "2"])):
+        run_ranks(4, [[*run, *flags, "--output-dir", str(tmp_path / name)]])
+        agree(layouts["k3"][0], metrics(tmp_path / name, True), SAME)
+
+
+@pytest.mark.slow
+def test_three_ranks_agree_although_thirds_are_not_exact(tmp_path):
+    """Gradients were means over ranks, times the number of ranks."""
+    flags = [*RUN, "--batch-size", "12", "--num-steps", "3", "--k", "1"]
+    for ranks in (1, 3):
+        run_ranks(ranks, [[*flags, "--output-dir", f"{tmp_path}/{ranks}"]])
+    agree(metrics(tmp_path / "1", True), metrics(tmp_path / "3", True), rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machines", [1, 2])
+def test_torchrun_starts_the_two_ranks_of_the_same_layout(layouts, tmp_path, machines):
+    port = free_port()
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    flags = [*RUN, *VARIANTS["k3"], "--output-dir", str(tmp_path / "run")]
+    agents = []
+    for machine in range(machines):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(machines)]
+        command += ["--nproc-per-node", str(2 // machines), "--node-rank", str(machine)]
+        command += ["--master-addr", "127.0.0.1", "--master-port", str(port), "dpo_humanline.py", *flags]
+        agents.append(subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True))
+    errors = [agent.communicate(timeout=280)[1] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0] * machines, errors
+    assert metrics(tmp_path / "run", True) == layouts["k3"][3]
+
+
+# === Machines ===
+# Ranks that would train with something else, or see another disk, end the run and say what differs.
+
+
+def run_on_machine(script, machines: list):
+    """Runs main in the folder and with the flags of this rank's machine."""
+    folder, *flags = machines[int(os.environ["RANK"])]
+    os.chdir(folder)
+    run_main(script, flags)
+
+
+def refused_by_machines(tmp_path, first: list, second: list) -> str:
+    """Returns what rank 0 says of a run of two machines that must end in a minute."""
+    machines = []
+    for name, flags in (("first", first), ("second", second)):
+        (tmp_path / name).mkdir(exist_ok=True)
+        flags = ["--num-steps", "2", "--batch-size", "8", "--eval-samples", "0", *map(str, flags)]
+        machines.append([str(tmp_path / name), "--checkpoint-every", "1", *flags])
+    started = time.monotonic()
+    processes = start_ranks(2, [machines], run_on_machine)
+    processes[0].join(60)
+    took = time.monotonic() - started
+    processes[1].kill()  # as torchrun does
+    output = finish(processes)[0]
+    assert processes[0].exitcode == 1 and "Traceback" not in output and took < 60, output[-3000:]
+    return output[output.index("error: ") :]
+
+
+@pytest.mark.parametrize("differ", ["flags", pytest.param("rows", marks=pytest.mark.slow)])
+def test_other_flags_or_rows_on_a_machine(tmp_path, differ):
+    flags = ["--output-dir", tmp_path / "shared", "--dataset", "pairs.jsonl"]
+    lines = open(PAIRS).read().splitlines(keepends=True)
+    for machine, rows in (("first", lines), ("second", lines[1:] if differ == "rows" else lines)):
+        (tmp_path / machine).mkdir()
+        (tmp_path / machine / "pairs.jsonl").write_text("".join(rows))
+    others = [*flags, "--lr", "5e-4"] if differ == "flags" else flags
+    assert "the ranks have different rows in --dataset, or" in refused_by_machines(tmp_path, flags, others)
+
+
+@pytest.mark.slow
+def test_no_disk_in_common(tmp_path):
+    flags = ["--dataset", PAIRS, "--output-dir", "run"]
+    said = refused_by_machines(tmp_path, flags, flags)
+    assert said == "error: --output-dir run is not on a disk that all machines see\n"
+    assert len(metrics(tmp_path / "first/run")) == 1  # the first checkpoint comes after the first step
+
+
+@pytest.mark.slow
+def test_a_resume_from_folders_of_which_each_machine_has_its_own(tmp_path):
+    """Each machine would load half of another checkpoint."""
+    flags = ["--num-steps", "2", "--batch-size", "8", "--eval-samples", "0", "--dataset", PAIRS]
+    run_ranks(1, [[*flags, "--checkpoint-every", "1", "--output-dir", str(tmp_path / "run")]])
+    for machine in ("first", "second"):
+        shutil.copytree(tmp_path / "run", tmp_path / machine / "run")
+    shutil.rmtree(tmp_path / "second/run/checkpoints/step-000002")
+    before = (tmp_path / "first/run/metrics.jsonl").read_text()
+    flags = ["--resume", "run", "--num-steps", "4"]
+    assert "the ranks read different steps from" in refused_by_machines(tmp_path, flags, flags)
+    assert (tmp_path / "first/run/metrics.jsonl").read_text() == before

@@ -1,0 +1,305 @@
+"""What is true of all four scripts: their shape, their settings, an edited loss, and a real chat model."""
+
+import ast
+import importlib
+import io
+import json
+import math
+import re
+import tokenize
+from dataclasses import asdict
+
+import pytest
+import torch
+from helpers import (
+    ALL_SCRIPTS,
+    ROOT,
+    SCRIPTS,
+    full_logps,
+    metrics,
+    parse_args,
+    read_rows,
+    run_here,
+    run_ranks,
+    write_rows,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
+import dpo_humanline
+import kto_humanline
+import utils
+from support import data
+
+# === Shape ===
+
+# What a file may import of ours: imports go one way.
+IMPORTS = {
+    "utils": set(),
+    "support/run": {"utils"},
+    "support/checkpoint": {"utils", "run"},
+    "support/data": {"utils", "run"},
+    "support/sampling": {"utils", "run", "data"},
+    "support/grading": {"run"},
+}
+# Functions and classes that are each script's own. All others of one name are the same.
+OWN = set("Args Evaluation load_data encode_row group_advantages sample_round evaluate main".split())
+BANNERS = ["Args", "Loss", "Training", "Data", "Models", "Rounds and evaluation", "Metrics"]
+FUNCTION = ast.FunctionDef | ast.ClassDef
+PROSE = {getattr(tokenize, name) for name in "COMMENT NL NEWLINE INDENT DEDENT ENDMARKER".split()}
+
+
+def read(name: str) -> str:
+    return (ROOT / f"{name}.py").read_text()
+
+
+def nodes(name: str, kind) -> list:
+    return [node for node in ast.walk(ast.parse(read(name))) if isinstance(node, kind)]
+
+
+@pytest.mark.parametrize("name", ALL_SCRIPTS)
+def test_the_sections_stand_in_one_order_and_the_two_lines_of_the_paper_are_two_lines(name):
+    lines = read(name).splitlines()
+    banners = [line[6:-4] for line in lines if line.startswith("# === ")]
+    assert [banner for banner in banners if banner != "Rewards"] == BANNERS
+    assert sum("# humanline clipping" in line for line in lines) == 1
+    assert sum("# humanline syncing" in line for line in lines) == 1
+
+
+def test_functions_of_one_name_are_the_same_in_all_scripts():
+    first = {}  # {name: (script, source)}
+    for script in ALL_SCRIPTS:
+        for node in ast.parse(read(script)).body:
+            if isinstance(node, FUNCTION) and node.name not in OWN:
+                start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                source = read(script).splitlines()[start - 1 : node.end_lineno]
+                where, known = first.setdefault(node.name, (script, source))
+                assert known == source, f"{node.name} differs in {where} and {script}"
+
+
+@pytest.mark.parametrize("name", IMPORTS)
+def test_imports_go_one_way(name):
+    found = {alias.name for node in nodes(name, ast.Import) for alias in node.names}
+    for node in nodes(name, ast.ImportFrom):
+        if node.module == "support":
+            found |= {alias.name for alias in node.names}
+        found.add(node.module.removeprefix("support."))
+    ours = {path.stem for path in [*ROOT.glob("*.py"), *ROOT.glob("support/*.py")]}
+    assert found & ours <= IMPORTS[name]
+
+
+@pytest.mark.parametrize("name", [*ALL_SCRIPTS, *IMPORTS])
+def test_no_function_but_main_has_more_than_45_lines_of_code(name):
+    prose = set()  # the lines of docstrings
+    for node in nodes(name, FUNCTION):
+        if ast.get_docstring(node):
+            prose |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    tokens = tokenize.generate_tokens(io.StringIO(read(name)).readline)
+    places = [(token.start[0], token.end[0] + 1) for token in tokens if token.type not in PROSE]
+    code = {line for place in places for line in range(*place)} - prose
+    for function in nodes(name, ast.FunctionDef):
+        length = len(code & set(range(function.lineno, function.end_lineno + 1)))
+        assert length <= 45 or function.name == "main", f"{function.name} has {length} lines"
+
+
+# === Settings ===
+
+PAPER = {  # Tables 1 to 3, offline + humanline
+    "dpo_humanline": dict(beta=0.1, k=1, batch_size=32, adam_eps=1e-5),
+    "kto_humanline": dict(beta=0.25, lambda_D=1.1, lambda_U=1.0, k=1, batch_size=64),
+    "grpo_humanline": dict(beta=0.01, epsilon=0.15, k=1, batch_size=64),
+    "grpo_math_humanline": dict(lr=1e-6, prompts_per_step=32, group_size=8, sample_every=64, adam_eps=1e-8),
+}
+COMMON = dict(log_epsilon_P=-1.5, log_epsilon_R=1.5, temperature=0.7, warmup_fraction=0.1)
+COMMON |= dict(max_new_tokens=2048)
+TABLE_3 = {  # (online, humanline): learning rate, maximum gradient norm
+    "dpo_humanline": {(0, 0): (5e-6, 1.0), (0, 1): (5e-6, 1.0), (1, 0): (2.5e-6, 0.5), (1, 1): (2.5e-6, 1.0)},
+    "kto_humanline": {(0, 0): (5e-6, 1.0), (0, 1): (5e-6, 4.0), (1, 0): (2.5e-6, 0.5), (1, 1): (2.5e-6, 0.1)},
+    "grpo_humanline": {(0, 0): (5e-6, 1.0), (0, 1): (5e-6, 1.0), (1, 0): (5e-6, 1.0), (1, 1): (5e-6, 0.5)},
+}
+
+
+@pytest.mark.parametrize("name", ALL_SCRIPTS)
+def test_a_model_of_ones_own_gets_the_papers_settings_and_the_toy_its_own(name):
+    script = importlib.import_module(name)
+    args = asdict(parse_args(script, ["--model", "mine", "--dataset", "data.jsonl"]))
+    assert args.items() >= (PAPER[name] | COMMON).items() and args["eval_dataset"] == ""
+    for data_set in ({}, {"dataset": "data.jsonl"}):  # the toy's settings apply whatever the data
+        flags = [part for key, value in data_set.items() for part in (f"--{key}", value)]
+        args = asdict(parse_args(script, ["--k", "5", *flags]))
+        assert args.items() >= (script.TOY | {"k": 5} | data_set).items() and args["dtype"] == "float64"
+    if name in SCRIPTS:
+        assert parse_args(script, ["--online"]).dataset.endswith("prompts_train.jsonl.gz")
+
+
+@pytest.mark.parametrize("name", TABLE_3)
+def test_a_variant_has_its_row_of_table_3_and_flags_win(name):
+    script = importlib.import_module(name)
+    for (online, humanline), (lr, norm) in TABLE_3[name].items():
+        flags = ["--model", "mine"] + ["--online"] * online + ["--no-humanline"] * (not humanline)
+        args = parse_args(script, flags)
+        assert (args.lr, args.max_grad_norm) == (lr, norm)
+        if name == "grpo_humanline":
+            assert args.epsilon == (0.15 if online or humanline else 0.5)
+        assert parse_args(script, [*flags, "--lr", "1", "--max-grad-norm", "2"]).lr == 1
+
+
+# === Edits of a loss ===
+
+
+def mean_log_ratio(log_ratio, mask):
+    return (log_ratio * mask).sum(-1) / mask.sum(-1)
+
+
+def normalized_dpo_loss(log_ratio, mask, beta):
+    chosen, rejected = (beta * mean_log_ratio(log_ratio, mask)).chunk(2)
+    return -(chosen - rejected).sigmoid().log()
+
+
+def normalized_kto_margins(log_ratio, mask, desirable, z_0, beta):
+    """Leaves z_0 out, which an evaluation does not have."""
+    rewards = beta * mean_log_ratio(log_ratio, mask)
+    return torch.where(desirable, rewards, -rewards)
+
+
+@pytest.mark.parametrize(
+    ("script", "loss", "group"),  # group: the examples of a batch that are a group of the script's
+    [(dpo_humanline, normalized_dpo_loss, 2), (kto_humanline, normalized_kto_margins, 1)],
+)
+def test_a_replaced_loss_is_that_of_training_and_of_evaluation(script, loss, group, tmp_path, monkeypatch):
+    """On the same pairs, which are all one batch, an evaluation has the loss of its step."""
+    monkeypatch.setattr(script, loss.__name__.removeprefix("normalized_"), loss)
+    rows = read_rows(script.TOY["dataset"])[:12]
+    rows[0]["chosen"] = rows[0]["chosen"].split()[0]  # where the two kinds of loss differ most
+    path = write_rows(tmp_path / "pairs.jsonl", rows)
+    flags = ["--dataset", path, "--eval-dataset", path]
+    flags += ["--no-humanline", "--batch-size", 24 // group, "--eval-every", "1", "--eval-samples", "0"]
+    flags += ["--num-steps", "3", "--warmup-fraction", "0", "--checkpoint-every", "0"]
+    steps = metrics(run_here(script, *flags, "--output-dir", tmp_path / "run"))
+    assert ["eval/loss" in step for step in steps] == [False, True, True]
+    for step in steps[1:]:
+        assert step["eval/loss"] == pytest.approx(step["loss"], rel=1e-9)
+    assert len({step["loss"] for step in steps}) == 3
+
+    toy = script.TOY["model"]
+    tokenizer, eos_ids = data.load_tokenizer(script.Args(model=toy))
+    pairs = [script.encode_row(script.Args(), tokenizer, eos_ids, row) for row in rows]
+    examples = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
+    input_ids, mask = utils.pad_batch(examples, "cpu")
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(name).double() for name in (tmp_path / "run" / "final", toy)
+    )
+    with torch.no_grad():
+        log_ratio = full_logps(policy, input_ids, mask) - full_logps(reference, input_ids, mask)
+    arguments = () if group == 2 else (torch.arange(24) < 12, 0.0)
+    by_hand = loss(log_ratio, mask, *arguments, script.TOY["beta"])
+    if group == 1:
+        by_hand = script.kto_loss(by_hand, arguments[0], script.Args.lambda_D, script.Args.lambda_U)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["after"]["eval/loss"][0] == pytest.approx(by_hand.mean().item(), rel=1e-6)
+
+
+def test_the_pages_example_of_another_loss_runs():
+    """IPO's loss of two pairs by hand."""
+    pages = "".join(page.read_text() for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
+    (code,) = re.findall(r"```python\n(def dpo_loss\(log_ratio, mask.*?)\n```", pages, re.S)
+    scope = dict(vars(dpo_humanline))
+    exec(code, scope)
+    log_ratio, mask = torch.tensor([[0.5, 0.25], [-0.25, 1.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    assert scope["dpo_loss"](log_ratio, mask, 0.1).item() == pytest.approx((0.75 + 0.25 - 5) ** 2)
+
+
+# === SmolLM2-135M-Instruct on the CPU ===
+
+QUESTIONS = {  # {question: (better answer, worse answer)}
+    "What is the capital of Italy?": ("The capital of Italy is Rome.", "Milan, I think."),
+    "How many legs has a spider?": ("A spider has eight legs.", "Six."),
+    "Name a red fruit.": ("A strawberry is red.", "Bananas are a fruit."),
+    "Is ice colder than steam?": ("Yes, ice is colder.", "No."),
+    "Which planet is closest to the sun?": ("Mercury is the closest planet.", "Pluto is."),
+    "What do bees make?": ("Bees make honey.", "They sting."),
+}
+SUMS = ROOT / "toy" / "sums"
+COMMON_FLAGS = ["--dtype", "bfloat16", "--engine", "hf", "--warmup-fraction", "0", "--max-new-tokens", "16"]
+COMMON_FLAGS += ["--lr", "1e-6", "--checkpoint-every", "0"]
+
+
+@pytest.fixture(scope="module")
+def flags(smollm2, tmp_path_factory) -> list[str]:
+    """Flags of a short run on six questions. A small random classifier scores samples."""
+    folder = tmp_path_factory.mktemp("data")
+    torch.manual_seed(0)
+    shape = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = LlamaConfig(vocab_size=49152, num_labels=1, pad_token_id=2, **shape)
+    LlamaForSequenceClassification(config).save_pretrained(folder / "reward")
+    AutoTokenizer.from_pretrained(smollm2).save_pretrained(folder / "reward")
+    rows = [dict(prompt=q, chosen=better, rejected=worse) for q, (better, worse) in QUESTIONS.items()]
+    path = write_rows(folder / "pairs.jsonl", rows)
+    flags = [
+        "--model",
+        smollm2,
+        "--reward-model",
+        folder / "reward",
+        "--dataset",
+        path,
+        "--eval-dataset",
+        path,
+    ]
+    flags += ["--eval-samples", "2", "--batch-size", "4", "--round-prompts", "6", "--samples-per-prompt", "2"]
+    return [*map(str, [*flags, "--reward-threshold", "0", *COMMON_FLAGS])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "online"), [("dpo", False), ("kto", True), ("grpo", True)])
+def test_a_script_trains_smollm2(script, online, flags, tmp_path):
+    variant = ["--online"] if online else []
+    run = [*flags, *variant, "--num-steps", "2", "--output-dir", str(tmp_path / "run")]
+    run_ranks(1, [run], script=f"{script}_humanline")
+    first, second = metrics(tmp_path / "run")
+    # Policy and reference are equal at step 0 and where a round begins. With k = 1 they are one update apart
+    # at step 1.
+    assert first["humanline/log_ratio_abs_mean"] == 0
+    if "rollout/round" not in second:
+        assert 0 < second["humanline/log_ratio_abs_mean"] < 0.1
+    assert 0 < first["grad_norm"] < math.inf
+    if script == "dpo":
+        assert first["loss"] == pytest.approx(math.log(2))
+
+
+@pytest.mark.slow
+def test_the_math_script_trains_smollm2_and_its_final_folder_answers(smollm2, tmp_path):
+    flags = ["--chat-template", SUMS / "one_example.jinja", "--system-prompt", "", "--eval-samples", "8"]
+    flags += ["--dataset", SUMS / "train.jsonl", "--eval-dataset", SUMS / "held_out.jsonl", "--k", "1"]
+    flags += ["--eval-samples-per-problem", "2", "--prompts-per-step", "4", "--group-size", "4"]
+    flags += ["--num-steps", "4", "--sample-every", "2", "--temperature", "1", "--model", smollm2]
+    run = [*map(str, [*flags, *COMMON_FLAGS, "--output-dir", tmp_path / "run"])]
+    output = run_ranks(1, [run], script="grpo_math_humanline")
+    assert "1474 of 1474 gold answers can be graded" in output and "134,515,008 parameters" in output
+    assert any(step["rewards/accuracy"] > 0 for step in metrics(tmp_path / "run"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
+    tokenizer.chat_template = AutoTokenizer.from_pretrained(smollm2).chat_template
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    options = dict(add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(question, **options)
+    ids = model.generate(**inputs, do_sample=False, max_new_tokens=32)
+    assert "Paris" in tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :])
+
+
+@pytest.mark.slow
+def test_packed_log_probs_and_gradients_of_smollm2_are_those_of_a_plain_forward_pass(smollm2):
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    args = dpo_humanline.Args(model=smollm2)
+    tokenizer, eos_ids = data.load_tokenizer(args)
+    examples = []
+    for question, answers in list(QUESTIONS.items())[:2]:
+        examples += data.encode(args, tokenizer, eos_ids, question, answers)
+    input_ids, mask = utils.pad_batch(examples, "cpu")
+    names = ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"]
+    parameters = [model.get_parameter(name) for name in names]
+    expected = full_logps(model, input_ids, mask)
+    wanted = torch.autograd.grad(expected.sum(), parameters)
+    assert utils.choose_attention(model, 100) == "loop"
+    found = utils.token_logps(model, input_ids, mask)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    for gradient, other in zip(torch.autograd.grad(found.sum(), parameters), wanted):
+        assert (gradient - other).norm() < 1e-4 * other.norm()
