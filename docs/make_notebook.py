@@ -8,9 +8,9 @@ stays text. A cell with the tag "raises-exception" is an exercise, which is not 
 "picture:NAME" draws docs/NAME.png, which the page shows below it. (If the picture is a page, chromium must be
 there, and the notebook shows both, because GitHub shows no page within a page.)
 
-The notebook keeps a hash of its code and of the files that it reads. While it is the same, a run of this
-program only copies the text. Otherwise it writes docs/lesson.csv, the losses of sixteen steps of the scripts,
-and runs all cells, in a copy of the repository.
+The notebook keeps a hash of its cells and of the files that they read. While it is the same, this program
+only copies the text. Otherwise it runs the cells, in a copy of the repository. Another hash is that of the
+scripts. If they have changed, docs/lesson.csv is written anew: the losses of sixteen steps of each.
 """
 
 import base64
@@ -35,8 +35,8 @@ PAGE, NOTEBOOK, LOSSES = DOCS / "humanline.md", DOCS / "humanline.ipynb", DOCS /
 SCRIPTS = ("dpo", "grpo", "kto")
 SIXTEEN_STEPS = "--k 4 --num-steps 16 --lr 1e-3 --warmup-fraction 0 --dtype float64 --model toy/tales/policy"
 SIXTEEN_STEPS += " --dataset toy/tales/preferences_train.jsonl.gz"
-READ = ["lab/baselines/baselines.csv", "docs/lesson.csv", "tools/tokens.py", "tools/tokens.html", "utils.py"]
-READ += [f"{name}_humanline.py" for name in SCRIPTS]
+READ_BY_CELLS = ["docs/lesson.csv", "lab/baselines/baselines.csv", "tools/tokens.html", "tools/tokens.py"]
+OF_LOSSES = [f"{name}_humanline.py" for name in SCRIPTS] + ["utils.py"]
 
 
 # === The notebook ===
@@ -44,7 +44,9 @@ def read_page() -> nbformat.NotebookNode:
     """Returns the page as a notebook without outputs, with a text cell for each section."""
     notebook = jupytext.read(PAGE, fmt={"extension": ".md", "split_at_heading": True})
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    notebook.metadata = nbformat.from_dict({"kernelspec": kernel, "hash": hash_code(notebook)})
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    hashes = {"hash": hash_files(READ_BY_CELLS, code), "hash_of_scripts": hash_files(OF_LOSSES, [])}
+    notebook.metadata = nbformat.from_dict({"kernelspec": kernel} | hashes)
     drawn = [f"({name}.png)" for cell in notebook.cells for name in pictures(cell) if name != "tokens"]
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"  # jupytext's ids are random
@@ -60,11 +62,10 @@ def pictures(cell) -> list[str]:
     return [tag.removeprefix("picture:") for tag in tags if tag.startswith("picture:")]
 
 
-def hash_code(notebook: nbformat.NotebookNode) -> str:
-    """Returns a hash of all code cells and of the files that they read. Text may change without a run."""
-    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
-    code += [(ROOT / name).read_text(encoding="utf-8") for name in READ]
-    return hashlib.sha256(json.dumps(code).encode()).hexdigest()
+def hash_files(names: list[str], texts: list[str]) -> str:
+    """Returns a hash of the contents of files and of further texts."""
+    contents = [(ROOT / name).read_text(encoding="utf-8") for name in names]
+    return hashlib.sha256(json.dumps([*contents, *texts]).encode()).hexdigest()
 
 
 def is_exercise(cell) -> bool:
@@ -121,16 +122,17 @@ def write_picture(file: Path, outputs: list[dict]):
 
 
 def main():
-    """Writes the notebook, and if the code has changed, the losses and the pictures."""
-    notebook = read_page()
+    """Writes the notebook, and what has changed of the losses, the outputs and the pictures."""
     old = nbformat.read(NOTEBOOK, 4)
-    if old.metadata.get("hash") != notebook.metadata.hash:
+    notebook = read_page()
+    if old.metadata.get("hash_of_scripts") != notebook.metadata.hash_of_scripts:
         write_losses()
-        old = notebook = read_page()
-        run = nbformat.from_dict(notebook)
-        run.cells = cells_to_run(notebook)
-        execute(run)
-        write_pictures(run)
+        notebook = read_page()
+    if old.metadata.get("hash") != notebook.metadata.hash:
+        old = nbformat.from_dict(notebook)
+        old.cells = cells_to_run(old)
+        execute(old)
+        write_pictures(old)
     for new, cell in zip(cells_to_run(notebook), cells_to_run(old), strict=True):
         new.update(outputs=cell.outputs, execution_count=cell.execution_count)
     nbformat.write(notebook, NOTEBOOK)
