@@ -206,10 +206,9 @@ def page(title: str, settings: dict, steps: list[dict]) -> str:
 
 
 def frame(text: str, height: int) -> str:
-    """Returns a page as a frame, for a notebook."""
-    return (
-        f'<iframe srcdoc="{html.escape(text)}" style="width: 100%; height: {height}px; border: 0"></iframe>'
-    )
+    """Returns a page as a frame of a notebook's cell."""
+    style = f"width: 100%; height: {height}px; border: 0"
+    return f'<div><iframe srcdoc="{html.escape(text)}" style="{style}"></iframe></div>'
 
 
 def settings_of(script, args) -> dict:
