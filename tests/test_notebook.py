@@ -22,7 +22,7 @@ KTO = [
 # The exercise, its edits, and what it says, or "" if it is solved. The page tells these steps.
 GRPO_CHECK, KTO_CHECK = 'check(losses, "grpo")', 'check(losses, "kto")'
 ATTEMPTS = [
-    (GRPO_CHECK, [], "step 1: "),
+    (GRPO_CHECK, [], "step 5: "),
     (GRPO_CHECK, [CLAMP, BEFORE], ""),
     (GRPO_CHECK, [BEFORE], "step 13: "),
     (GRPO_CHECK, [CLAMP], "step 5: "),
