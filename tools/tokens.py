@@ -9,7 +9,8 @@ A token beyond the bound is struck out, and the loss, the margins and the push o
 
 A checkpoint after N steps holds both models as step N finds them. So this program loads them and scores the
 batch of step N again, with the functions of the script. The page has the metrics of metrics.jsonl beside its
-own. A step that begins a new online round is skipped, because its samples are in no checkpoint.
+own. A step that begins a new online round is skipped, because its samples are in no checkpoint: there, let
+--checkpoint-every be no multiple of a round's steps.
 """
 
 import html
@@ -220,13 +221,15 @@ def settings_of(script, args) -> dict:
     return settings | {name: getattr(args, name) for name in names[kind]}
 
 
-def main(
-    run: Path,  # folder of a run with checkpoints
-    out: Path | None = None,  # file of the page; default: tokens.html in the run's folder
-    steps: tuple[int, ...] = (),  # steps to show; none: every step that a checkpoint precedes
-    groups: int = 6,  # groups of each batch whose texts are shown (pairs, examples, or samples of a prompt)
-):
-    """Writes the page of a run."""
+def main(run: Path, out: Path | None = None, steps: tuple[int, ...] = (), groups: int = 6):
+    """Writes the page of a run.
+
+    Args:
+        run: folder of a run with checkpoints.
+        out: file of the page; None: tokens.html in the run's folder.
+        steps: steps to show; none: every step that a checkpoint precedes.
+        groups: number of groups of each batch whose texts are shown (pairs, examples, samples of a prompt).
+    """
     script, args, device = open_run(run)
     tokenizer, eos_ids = data.load_tokenizer(args)
     offline = not getattr(args, "online", True)  # grpo_math, which has no such flag, always samples
