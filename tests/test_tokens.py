@@ -67,7 +67,7 @@ def batch_metrics(script, args, step: dict) -> dict[str, float]:
         losses = script.kto_loss(margins, A > 0, args.lambda_D, args.lambda_U)
         return found | {"loss": losses.mean(), "kto/z_0": z_0}
     losses = script.grpo_loss(clipped, x, A, args.beta, args.epsilon)
-    own = script.grpo_metrics(losses, clipped, x, A, args.epsilon)["grpo/clip_fraction"]
+    own = script.grpo_metrics(clipped, x, A, args.epsilon)["grpo/clip_fraction"]
     return found | {"loss": mean(losses, mask), "grpo/clip_fraction": mean(own, mask)}
 
 
