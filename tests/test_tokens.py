@@ -166,6 +166,7 @@ def test_words_get_the_spaces_between_them():
     assert tokens.spell(tokenizer, ids) == ["the", " small", " queen", " .", " <|end|>"]
 
 
+@pytest.mark.slow
 def test_a_run_without_checkpoints_ends_in_one_line(folder):
     shutil.rmtree(folder / "dpo" / "checkpoints")
     command = ["python", "tools/tokens.py", "--run", str(folder / "dpo")]
