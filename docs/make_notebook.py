@@ -1,7 +1,8 @@
 """Makes docs/humanline.ipynb from docs/humanline.md, and the pictures of both and of docs/slides.md.
 
     pip install -r tests/requirements.txt
-    python docs/make_notebook.py  # two minutes if the code has changed, else seconds
+    python docs/make_notebook.py         # a minute if code has changed, else seconds
+    python docs/make_notebook.py --text  # copies the text alone
 
 A block of the page that begins with ```python becomes a cell. A block with `.noeval` behind its language
 stays text. A cell with the tag "raises-exception" is an exercise, which is not run. A cell with the tag
@@ -125,6 +126,8 @@ def main():
     """Writes the notebook, and what has changed of the losses, the outputs and the pictures."""
     old = nbformat.read(NOTEBOOK, 4)
     notebook = read_page()
+    if sys.argv[1:] == ["--text"]:
+        notebook.metadata = old.metadata  # with the hashes of the last run
     if old.metadata.get("hash_of_scripts") != notebook.metadata.hash_of_scripts:
         write_losses()
         notebook = read_page()
@@ -134,6 +137,7 @@ def main():
         execute(old)
         write_pictures(old)
     for new, cell in zip(cells_to_run(notebook), cells_to_run(old), strict=True):
+        assert new.source == cell.source, f"without --text, because this cell has changed:\n{new.source}"
         new.update(outputs=cell.outputs, execution_count=cell.execution_count)
     nbformat.write(notebook, NOTEBOOK)
 
