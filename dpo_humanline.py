@@ -349,9 +349,10 @@ def encode_row(args, tokenizer, eos_ids, row, held_out: bool = False):
 
 
 def read_prompt(row):
-    """Reads the prompt alone. The completions, which may be missing or broken, can hold it in form 3."""
-    if row.get("prompt") is None and isinstance(row.get("chosen"), list):
-        return row["chosen"][:-1]
+    """Reads the prompt alone, also if completions are missing or broken."""
+    chosen = row.get("chosen")
+    if isinstance(chosen, list) and len(chosen) > 1:  # form 3 of `read_pair`
+        return chosen[:-1]
     data.require_columns(row, "prompt")
     return row["prompt"]
 

@@ -134,7 +134,7 @@ PAPER = {(False, False): dict(epsilon=0.5), (True, True): dict(max_grad_norm=0.5
 FOLDER = Path(__file__).resolve().parent / "toy" / "tales"
 # Settings of the toy, which replace the defaults above. With k = 1, the reference is one update old and
 # hardly holds the policy back. At this learning rate the policy then becomes worse
-# (paper/results/figure8.csv).
+# (lab/miniatures/figure8.csv).
 TOY = dict(
     model=f"{FOLDER}/policy",
     reward_model=f"{FOLDER}/reward_model",
@@ -408,9 +408,10 @@ def encode_row(args, tokenizer, eos_ids, row, held_out: bool = False):
 
 
 def read_prompt(row):
-    """Reads the prompt alone. The completions, which may be missing or broken, can hold it in form 3."""
-    if row.get("prompt") is None and isinstance(row.get("chosen"), list):
-        return row["chosen"][:-1]
+    """Reads the prompt alone, also if completions are missing or broken."""
+    chosen = row.get("chosen")
+    if isinstance(chosen, list) and len(chosen) > 1:  # form 3 of `read_pair`
+        return chosen[:-1]
     data.require_columns(row, "prompt")
     return row["prompt"]
 
