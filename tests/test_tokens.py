@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, metrics, read_rows, run_ranks, write_rows
+from helpers import ROOT, metrics, read_rows, run_ranks, write_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
