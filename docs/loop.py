@@ -1,7 +1,7 @@
 """Draws docs/loop.png: one training step of humanline as a picture.
 
-pip install -r paper/requirements.txt
-python paper/loop.py    # the README and docs/humanline.md show it
+pip install -r lab/requirements.txt
+python docs/loop.py  # the README and docs/humanline.md show the picture
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.patches import FancyBboxPatch  # noqa: E402
 
-OUT = Path(__file__).resolve().parents[1] / "docs" / "loop.png"
+OUT = Path(__file__).with_name("loop.png")
 PLAIN, LINE, MODEL = "#f4f4f4", "#fbd9c5", "#d5e8f5"  # grey, the two lines of humanline in orange, blue
 BOXES = {  # {name: (x, y, width, height, colour, lines of text)}, in hundredths of an inch
     "batch": (20, 120, 130, 84, PLAIN, ("batch", "data set, or", "samples of", "the policy")),
