@@ -134,7 +134,7 @@ PAPER = {(False, False): dict(epsilon=0.5), (True, True): dict(max_grad_norm=0.5
 FOLDER = Path(__file__).resolve().parent / "toy" / "tales"
 # Settings of the toy, which replace the defaults above. With k = 1, the reference is one update old and
 # hardly holds the policy back. At this learning rate the policy then becomes worse
-# (paper/results/figure8.csv).
+# (lab/miniatures/figure8.csv).
 TOY = dict(
     model=f"{FOLDER}/policy",
     reward_model=f"{FOLDER}/reward_model",

@@ -7,34 +7,37 @@ Implements "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207) a
 
 Copy this file beside your script. The trainers take the arguments of TRL's trainers, and three more:
 
-    trainer = HumanlineDPOTrainer(model, args=DPOConfig(...), train_dataset=..., processing_class=..., k=1)
+    trainer = HumanlineDPOTrainer(model, args=DPOConfig(...), train_dataset=..., k=1)
     trainer.train()
 
-For a new adapter, the model is `get_peft_model(base, LoraConfig(...))`. For an adapter that was trained
-before, it is `PeftModel.from_pretrained(base, folder, is_trainable=True)`. The reference is then a second
-adapter, `ref`, and a sync copies the adapter `default` to it.
+The model and `ref_model` are models or names. For a new adapter, pass a `peft_config`, or
+`get_peft_model(base, LoraConfig(...))` as the model. For an adapter that was trained before, the model is
+`PeftModel.from_pretrained(base, folder, is_trainable=True)`. The reference is then a second adapter, `ref`,
+and a sync copies the adapter `default` to it.
 
-The trainers override `compute_loss`, as Trainer's documentation allows. They call TRL's own loss with a
-function in place of the model. This function runs the policy and the reference, and clips. The losses and
-metrics are therefore TRL's own. In DPO and KTO `rewards/*` are β times the sums of clipped log-ratios. The
-file relies on these private parts of TRL, so it refuses every version of TRL but one:
+The trainers call TRL's own loss with a function in place of the model. This function runs the policy and the
+reference, and clips. The losses and metrics are therefore TRL's own. In DPO and KTO `rewards/*` are β times
+the sums of clipped log-ratios. The file relies on these private parts of TRL, so it refuses every version of
+TRL but one:
 
     all         a loss calls `model(..., labels=..., fused_lm_head=True)` and reads its `log_probs`
     DPO, KTO    with `precompute_ref_logps`, a loss reads the reference's sums from the batch
     GRPO        `_generate_and_score_completions` draws samples. The loss runs the policy before it reads
                 `old_per_token_logps` and `ref_per_token_logps` from the batch. `beta` makes a reference.
 
-FSDP, DeepSpeed, other losses and the settings in `check_settings` stop with an error. vLLM, images, tools and
-quantized models have not been tried.
+Images, tools, quantized models and prompt tuning have not been tried.
 
-    - `eval_loss` is relative to the reference of that moment, so it does not measure progress.
+    - The loss, `kl`, and DPO's and KTO's `rewards/*` are relative to the reference of that moment, so they do
+      not measure progress.
     - bf16 rounds log-ratios. At small learning rates, set bf16=False.
-    - A checkpoint also holds the reference: in the folder `ref` or in the file `reference.pt`.
+    - A checkpoint also holds k, the bounds, and the reference: in the folder `ref` or in `reference.pt`.
     - Without `ref_model`, the reference starts as the policy that the trainer gets, not as the one on disk.
 """
 
+import copy
+import json
+import re
 import warnings
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -57,8 +60,8 @@ def require(condition, message: str):
         raise ValueError(f"humanline: {message}")
 
 
-class SyncReference(TrainerCallback):
-    """Syncs the reference before updates, and saves a whole reference with each checkpoint."""
+class HumanlineCallback(TrainerCallback):
+    """Syncs the reference before updates, and stores what a resumed run needs with each checkpoint."""
 
     def __init__(self, trainer):
         self.trainer = trainer
@@ -70,10 +73,11 @@ class SyncReference(TrainerCallback):
             self.trainer.sync_reference()  # humanline syncing
 
     def on_save(self, args, state, control, **kwargs):
-        reference = self.trainer.ref_model
-        if reference is not None and args.should_save:  # PEFT saves the adapter `ref` itself
+        if args.should_save:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            torch.save(reference.state_dict(), folder / "reference.pt")
+            if self.trainer.ref_model is not None:  # PEFT saves the adapter `ref` itself
+                torch.save(self.trainer.ref_model.state_dict(), folder / "reference.pt")
+            (folder / "humanline.json").write_text(json.dumps(self.trainer.humanline))
 
 
 class Humanline:
@@ -84,70 +88,83 @@ class Humanline:
         log_epsilon_P, log_epsilon_R: bounds of a token's log π_θ/π_ref, in nats; -inf and inf: no clipping.
     """
 
-    # {setting: the values that it may have}
-    supported = {
+    supported = {  # {setting: the values that it may have}
         "sync_ref_model": [False],  # copies after the update, where both models would be equal
         "precompute_ref_log_probs": [False],  # the log-probs of a reference that changes later
         "neftune_noise_alpha": [None],  # log-ratios would measure the noise
     }
+    relative_metrics = r"(loss|kl|rewards/\w+)$"  # of a reference that may move
+    keeps_reference = True
 
-    def __init__(self, model, *rest, k=1, log_epsilon_P=-1.5, log_epsilon_R=1.5, **kwargs):
-        require(k >= 0 and k == int(k), f"k={k} must be a number of updates, 0 or more")
+    def __init__(self, model, *, args=None, k=1, log_epsilon_P=-1.5, log_epsilon_R=1.5, **kwargs):
+        require(k >= 0, f"k={k} must be a number of updates, 0 or more")
         require(
             log_epsilon_P <= 0 <= log_epsilon_R,
-            f"the bounds {log_epsilon_P} and {log_epsilon_R} must be logarithms, below and above 0",
+            f"log_epsilon_P={log_epsilon_P} and log_epsilon_R={log_epsilon_R} must be logarithms, below and"
+            " above 0",
         )
-        require(kwargs.get("peft_config") is None, "pass get_peft_model(base, config) and no peft_config")
-        if is_peft_model(model):
-            check_adapter(model.peft_config)
-        super().__init__(model, *rest, **kwargs)
         self.k, self.bounds = k, (log_epsilon_P, log_epsilon_R)
-        self.check_settings()
-        if kwargs.get("ref_model", *rest[:1]) is None:
-            # TRL reads a whole reference from disk, which lacks what was changed in memory. Its copy of an
-            # adapter lacks embeddings, and has another dtype with QLoRA.
-            for reference, policy in self.weight_pairs():
-                reference.data = policy.data.clone()
-        self.check_weights()
-        self.add_callback(SyncReference(self))
+        self.humanline = {"k": k, "log_epsilon_P": log_epsilon_P, "log_epsilon_R": log_epsilon_R}
+        self.check_settings(args)
+        ref_model = kwargs.get("ref_model")
+        if self.keeps_reference:
+            adapter = kwargs.get("peft_config") or getattr(model, "peft_config", {}).get("default")
+            check_adapter(adapter, ref_model)
+        if isinstance(ref_model, str):
+            kwargs["ref_model"] = load_reference(ref_model, model, args)
+        super().__init__(model, args=args, **kwargs)
+        if self.keeps_reference:
+            self.make_reference(passed=ref_model is not None)
+        self.check_dropout()
+        self.add_callback(HumanlineCallback(self))
 
-    def check_settings(self):
-        """Stops settings with which training would be wrong without a word."""
-        args = self.args
+    def check_settings(self, args):
+        """Stops settings with which training would be wrong without a word, before a model is loaded."""
         for name, values in self.supported.items():
             value = getattr(args, name, values[0])
             choices = " or ".join(map(repr, values))
             require(value in values, f"{name} must be {choices}, and is {value!r}")
+        # All decisions of transformers read this name, and some arguments set it to "loss".
+        metric = getattr(args, "metric_for_best_model", None) or ""
+        moves = self.k > 0 or not self.keeps_reference
         require(
-            not self.is_deepspeed_enabled, "DeepSpeed updates weights in backward, before a sync: use DDP"
-        )
-        require(not self.is_fsdp_enabled, "FSDP has not been tried: use DDP, or the repository's scripts")
-        best = args.metric_for_best_model if args.load_best_model_at_end else None
-        require(
-            best not in ("loss", "eval_loss"),
-            "load_best_model_at_end needs another metric_for_best_model than eval_loss, which is relative to"
-            " a reference that changes",
-        )
-        require(
-            self.ref_model is None or not is_peft_model(self.model),
-            "pass no ref_model with adapters, because the reference is the adapter `ref`",
+            not (moves and re.search(self.relative_metrics, metric)),
+            f"metric_for_best_model={metric!r} is relative to a reference that moves, so it cannot decide for"
+            " load_best_model_at_end, save_strategy='best', early stopping or a plateau's lr_scheduler_type:"
+            " switch these off, or name another metric",
         )
 
-    def check_weights(self):
-        """Stops models that would train wrongly without a word."""
-        for module in self.model.modules():
-            name = "p" if isinstance(module, torch.nn.Dropout) else "attention_dropout"
-            rate = getattr(module, name, 0)
-            off = not isinstance(rate, float) or rate == 0
-            require(off, "log-ratios would measure dropout: set every dropout of the model to 0")
+    def check_dropout(self):
+        """Stops dropout that TRL's disable_dropout has left on, such as a module's plain number."""
+        for path, module in self.model.named_modules():
+            for name, rate in vars(module).items():
+                drops = "drop" in f"{type(module).__name__}.{name}".lower()
+                require(
+                    not (drops and isinstance(rate, float) and rate > 0),
+                    f"{path}.{name} is {rate}, and log-ratios would measure this dropout: set it to 0 in the"
+                    " model's config, in the LoraConfig, or with disable_dropout=True",
+                )
+
+    def make_reference(self, passed):
+        """Makes the reference equal to the policy if the user passed none, and checks what a sync copies."""
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        require(not sharded, "use DDP, because no sync reaches the shards of DeepSpeed and FSDP")
+        if is_peft_model(self.model) and "ref" not in self.model.peft_config:  # TRL has used `peft_config`
+            self.model.add_adapter("ref", self.model.peft_config["default"])
+            if self.args.disable_dropout:
+                trl_utils.disable_dropout_in_model(self.model)
+        for reference, policy in self.weight_pairs():
+            if not passed:
+                # TRL reads a whole reference from disk, which lacks what was changed in memory. Its copy of
+                # an adapter lacks embeddings, and has another dtype with QLoRA.
+                reference.data = policy.data.clone()
+            same = reference.dtype == policy.dtype
+            require(same, f"load ref_model in the policy's {policy.dtype}, and not in {reference.dtype}")
         synced = {id(policy) for _, policy in self.weight_pairs()}
-        trained = {name: w for name, w in self.model.named_parameters() if w.requires_grad}
+        trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
         require(trained, "no weight trains: call PeftModel.from_pretrained with is_trainable=True")
         for name, weight in trained.items():
             require(id(weight) in synced, f"no sync copies {name}: freeze it, or add it to modules_to_save")
-        for reference, policy in self.weight_pairs():
-            same = reference.dtype == policy.dtype
-            require(same, f"load both models in one dtype, not in {policy.dtype} and {reference.dtype}")
 
     def weight_pairs(self):
         """Returns (reference, policy) for each weight that a sync copies."""
@@ -163,45 +180,32 @@ class Humanline:
         for reference, policy in self.weight_pairs():
             reference.copy_(policy)
 
-    @contextmanager
-    def reference(self):
-        """Yields a model that computes with the reference's weights."""
+    @torch.no_grad()
+    def reference_logps(self, batch):
+        """Returns the reference's log-probs of a batch, (B, T - 1), 0 outside completions."""
         if self.ref_model is not None:
-            yield self.ref_model
-        else:
-            with trl_utils.use_adapter(self.accelerator.unwrap_model(self.model), "ref"):
-                yield self.model
+            return self.ref_model(**batch).log_probs
+        with trl_utils.use_adapter(self.accelerator.unwrap_model(self.model), "ref"):
+            return self.model(**batch).log_probs
 
-    def run_both(self, model, batch):
-        """Runs the policy and the reference on a batch, and clips.
+    def clip(self, log_ratio, labels):
+        """Returns clipped log-ratios (B, T), which have no gradient beyond a bound.
 
-        Returns:
-            The policy's outputs, the reference's log-probs and the clipped log-ratios, (B, T - 1) each. Both
-            are 0 outside completions. Beyond a bound, a clipped log-ratio has no gradient.
+        Logs means over the tokens of a micro-batch, of all processes. Outside completions, labels are -100.
         """
-        # The reference comes first, because the policy's activations stay in memory until backward.
-        without_router = {key: value for key, value in batch.items() if key != "output_router_logits"}
-        with torch.no_grad(), self.reference() as reference:
-            ref_logps = reference(**without_router).log_probs
-        outputs = model(**batch)
-        log_ratio = outputs.log_probs - ref_logps
-        clipped = log_ratio.clamp(*self.bounds)  # humanline clipping
-        if torch.is_grad_enabled():  # not in evaluation, nor for KTO's mismatched pairs
-            self.log_clipping(log_ratio.detach(), batch["labels"][:, 1:] != -100)
-        return outputs, ref_logps, clipped
-
-    def log_clipping(self, log_ratio, mask):
-        """Logs means over the completion tokens of a micro-batch, of all processes."""
         low, high = self.bounds
-        values = {
-            "log_ratio_abs_mean": log_ratio.abs(),
-            "clipped_low": log_ratio < low,
-            "clipped_high": log_ratio > high,
-        }
-        sums = torch.stack([mask.sum(), *(value.sum() for value in values.values())])
-        tokens, *sums = self.accelerator.reduce(sums, "sum").tolist()
-        for name, total in zip(values, sums, strict=True):
-            self._metrics["train"][f"humanline/{name}"].append(total / tokens)
+        if torch.is_grad_enabled():  # not in evaluation, nor for KTO's mismatched pairs
+            values = {
+                "log_ratio_abs_mean": log_ratio.detach().abs(),
+                "clipped_low": log_ratio < low,
+                "clipped_high": log_ratio > high,
+            }
+            sums = torch.stack([(labels != -100).sum(), *(value.sum() for value in values.values())])
+            tokens, *sums = self.accelerator.reduce(sums, "sum").tolist()
+            for name, total in zip(values, sums, strict=True):
+                # There is no token if GRPO masks every completion of a micro-batch.
+                self._metrics["train"][f"humanline/{name}"].append(total / max(tokens, 1))
+        return log_ratio.clamp(low, high)  # humanline clipping
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         """Trains as TRL does. A resumed run reads the reference of its checkpoint."""
@@ -209,48 +213,72 @@ class Humanline:
         if folder is True:
             folder = get_last_checkpoint(self.args.output_dir)
         if folder:
-            saved = Path(folder) / ("ref" if self.ref_model is None else "reference.pt")
-            require(saved.exists(), f"{saved} is missing, so the resumed run would have another reference")
+            file = Path(folder) / "humanline.json"
+            require(file.exists(), f"{file} is missing, so the resumed run would have another reference")
+            for name, value in json.loads(file.read_text()).items():
+                now = self.humanline[name]
+                require(now == value, f"{name}={now}, and the run in {folder} has {name}={value}")
             if self.ref_model is not None:
-                self.ref_model.load_state_dict(torch.load(saved, map_location="cpu", weights_only=True))
+                weights = torch.load(Path(folder) / "reference.pt", map_location="cpu", weights_only=True)
+                self.ref_model.load_state_dict(weights)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
 
-def check_adapter(configs):
-    """Stops adapters of which TRL cannot make a reference; configs: {name of an adapter: its config}."""
-    require("default" in configs, f"name the adapter 'default', and not {list(configs)[0]!r}")
-    init = getattr(configs["default"], "init_lora_weights", True)
-    # TRL makes `ref` with this setting. PEFT would then take a second part out of the base's weights.
+def check_adapter(config, ref_model):
+    """Stops an adapter's config of which no reference can be made."""
+    require(config is None or ref_model is None, "pass no ref_model with adapters: it is the adapter `ref`")
+    init = getattr(config, "init_lora_weights", True)
+    # `ref` is made with this setting. PEFT would then take a second part out of the base's weights.
     require(
         init in (True, False, "gaussian"),
-        f"init_lora_weights={init!r} can change the base: set model.peft_config['default']"
-        ".init_lora_weights = True before the trainer is made, and restore it afterwards",
+        f"init_lora_weights={init!r} can change the base: make the model with get_peft_model, and set"
+        " model.peft_config['default'].init_lora_weights = True until the trainer is made",
     )
+
+
+def load_reference(name, model, args):
+    """Loads a reference by its name, as TRL loads a policy or as the policy is."""
+    settings = dict(getattr(args, "model_init_kwargs", None) or {}, device_map=None)
+    if not isinstance(model, str):
+        settings |= dict(dtype=model.dtype, attn_implementation=model.config._attn_implementation)
+    return trl_utils.create_model_from_path(name, **settings)
 
 
 class HumanlineOnSums(Humanline):
     """Adds humanline to DPO and KTO.
 
     TRL's losses use Σ_t log π_θ - Σ_t log π_ref of a sequence. Here the first sum is Σ_t r_t, and the second
-    sum is 0. The metrics `logps/*` would then be Σ_t r_t, so they are not logged.
+    sum is 0. `logps/*` are Σ_t log π_θ as in TRL.
     """
+
+    def __init__(self, model, ref_model=None, args=None, **kwargs):
+        super().__init__(model, ref_model=ref_model, args=args, **kwargs)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         def clipped_log_ratios(**batch):
+            nonlocal logps
             if "labels" not in batch:  # TRL's second call, for return_outputs
                 return model(**batch)
-            outputs, _, outputs.log_probs = self.run_both(model, batch)
+            # The reference comes first, because the policy's activations stay in memory until backward.
+            ref_logps = self.reference_logps(batch)
+            outputs = model(**batch)
+            logps = outputs.log_probs.detach().sum(-1)
+            outputs.log_probs = self.clip(outputs.log_probs - ref_logps, batch["labels"][:, 1:])
             return outputs
 
+        logps = None
         zeros = torch.zeros(len(inputs["input_ids"]) // self.sides, device=inputs["input_ids"].device)
         inputs = {**inputs, **dict.fromkeys(self.reference_sums, zeros)}
         self.precompute_ref_logps = True  # TRL then reads these sums instead of running the reference
-        try:
-            result = super().compute_loss(clipped_log_ratios, inputs, return_outputs, num_items_in_batch)
-        finally:
-            self.precompute_ref_logps = False
-        for name in ("logps/chosen", "logps/rejected"):
-            self._metrics["train" if self.model.training else "eval"].pop(name, None)
+        result = super().compute_loss(clipped_log_ratios, inputs, return_outputs, num_items_in_batch)
+        self.precompute_ref_logps = False
+        chosen = self.is_chosen(inputs)
+        for name, rows in (("logps/chosen", chosen), ("logps/rejected", ~chosen)):
+            total, count = self.accelerator.reduce(
+                torch.stack([logps[rows].sum(), rows.sum()]), "sum"
+            ).tolist()
+            if count > 0:  # in place of the mean of Σ_t r_t
+                self._metrics["train" if self.model.training else "eval"][name][-1] = total / count
         return result
 
 
@@ -260,6 +288,10 @@ class HumanlineDPOTrainer(HumanlineOnSums, trl.DPOTrainer):
     supported = Humanline.supported | {"loss_type": [["sigmoid"]], "use_weighting": [False]}
     reference_sums = ("ref_chosen_logps", "ref_rejected_logps")
     sides = 2  # a batch is [chosen, rejected]
+
+    def is_chosen(self, inputs):
+        rows = len(inputs["input_ids"])
+        return torch.arange(rows, device=inputs["input_ids"].device) < rows // 2
 
 
 class HumanlineKTOTrainer(HumanlineOnSums, trl.KTOTrainer):
@@ -273,6 +305,9 @@ class HumanlineKTOTrainer(HumanlineOnSums, trl.KTOTrainer):
     reference_sums = ("ref_logps", "ref_KL_logps")
     sides = 1
 
+    def is_chosen(self, inputs):
+        return torch.as_tensor(inputs["label"], dtype=torch.bool, device=inputs["input_ids"].device)
+
 
 class HumanlineGRPOTrainer(Humanline, trl.GRPOTrainer):
     """Minimizes -min(A ρ_t, A clamp(ρ_t, 1-ε, 1+ε)) + β (exp(-s_t) + s_t - 1), the mean over tokens.
@@ -283,6 +318,7 @@ class HumanlineGRPOTrainer(Humanline, trl.GRPOTrainer):
 
     - TRL makes one update per generation by default. Both models are then equal in every loss, and humanline
       has no effect. Set steps_per_generation above gradient_accumulation_steps, or num_iterations above 1.
+    - With k=0 the reference is TRL's π_old. There is no second model, so FSDP and DeepSpeed are not refused.
     - With loss_type="dapo", the default, the mean is that of C.1.4; "grpo" is equation 1.
     - TRL divides advantages by the sample's std + 1e-4, and logits by the temperature, in training too.
     - Resume from a step at which TRL generates. From another step, TRL generates anew.
@@ -293,42 +329,59 @@ class HumanlineGRPOTrainer(Humanline, trl.GRPOTrainer):
         "importance_sampling_level": ["token"],
         "off_policy_mask_threshold": [None],
     }
+    relative_metrics = r"(loss|kl)$"  # rewards are of samples
 
-    def __init__(self, model, reward_funcs=None, args=None, **kwargs):
+    def __init__(self, model, reward_funcs=None, args=None, *, k=1, **kwargs):
         require(args is not None, "pass a GRPOConfig as args")
-        beta = args.beta
-        require(beta == 0 or not args.use_bias_correction_kl, "set use_bias_correction_kl=False")
+        require(args.beta == 0 or not args.use_bias_correction_kl, "set use_bias_correction_kl=False")
+        self.keeps_reference = k > 0
         require(
-            not (args.use_vllm and args.vllm_importance_sampling_correction),
+            k == 0 or not (args.use_vllm and args.vllm_importance_sampling_correction),
             "set vllm_importance_sampling_correction=False, because humanline has no such weights",
         )
-        args.beta = beta or 1.0  # TRL makes a reference only if beta is not 0
-        try:
-            super().__init__(model, reward_funcs=reward_funcs, args=args, **kwargs)
-        finally:
-            args.beta = beta
-        self.beta = beta
-        if args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) == 0:
+        accumulated = args.gradient_accumulation_steps
+        generated = args.steps_per_generation * args.num_iterations
+        if accumulated % generated == 0:
             warnings.warn(
                 "humanline has no effect with one update per generation: set steps_per_generation above"
                 " gradient_accumulation_steps, or num_iterations above 1",
                 stacklevel=2,
             )
+        require(
+            k == 0 or generated % accumulated == 0 or accumulated % generated == 0,
+            f"gradient_accumulation_steps={accumulated} must divide steps_per_generation · num_iterations ="
+            f" {generated}, or an update would mix two references",
+        )
+        made = copy.copy(args)
+        made.beta = 1.0 if k > 0 else 0.0  # TRL makes a reference only if beta is not 0
+        super().__init__(model, reward_funcs=reward_funcs, args=made, k=k, **kwargs)
+        self.beta = made.beta = args.beta
 
     def _generate_and_score_completions(self, inputs):
-        if self.model.training:
+        if self.keeps_reference and self.model.training:
             self.sync_reference()  # Algorithm 1, line 3: the reference is the policy that samples
-        return super()._generate_and_score_completions(inputs)
+        self.beta = 0.0  # TRL would run a reference here, whose log-probs would not be used
+        samples = super()._generate_and_score_completions(inputs)
+        self.beta = self.args.beta
+        return samples
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         inputs = dict(inputs)  # a copy, because TRL uses the same samples in several steps
+        completions = slice(-inputs["completion_ids"].size(1), None)
 
         def policy(**batch):
-            outputs, ref_logps, clipped = self.run_both(model, batch)
-            completions = slice(-inputs["completion_ids"].size(1), None)
+            # The reference comes first, because the policy's activations stay in memory until backward.
+            ref_logps = inputs.get("old_per_token_logps")
+            if self.keeps_reference:
+                ref_logps = self.reference_logps(batch)[:, completions]
+            outputs = model(**batch)
+            logps = outputs.log_probs[:, completions]
+            if ref_logps is None:  # TRL keeps none if there is one update per generation
+                ref_logps = logps.detach()
+            clipped = self.clip(logps - ref_logps, batch["labels"][:, completions])
             # TRL's log-ratio is log π_θ - log π_old. With this π_old it is r_t, and its gradient that of r_t.
-            inputs["old_per_token_logps"] = (outputs.log_probs - clipped)[:, completions]
-            inputs["ref_per_token_logps"] = ref_logps[:, completions]
+            inputs["old_per_token_logps"] = logps - clipped
+            inputs["ref_per_token_logps"] = ref_logps
             return outputs
 
         return super().compute_loss(policy, inputs, return_outputs, num_items_in_batch)

@@ -265,7 +265,10 @@ def encode(args, tokenizer, eos_ids: set[int], prompt: str | list, completions=(
     # 4. The tokens must be the text.
     for text, completion_ids in zip(texts, [[], *all_completion_ids]):
         if not is_text(tokenizer, text, prompt_ids + completion_ids):
-            raise SkipRow("its tokens are not its text: unknown characters, or special tokens inside of it")
+            raise SkipRow(
+                "its tokens are not its text: unknown characters, a special token that is split, "
+                "or an EOS token before its end"
+            )
     prompt_only = Example("", array("i", prompt_ids))
     examples = [prompt_only._replace(completion_ids=array("i", ids)) for ids in all_completion_ids]
     return [example.truncate(args.max_length) for example in examples or [prompt_only]]

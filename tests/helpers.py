@@ -12,6 +12,7 @@ import itertools
 import json
 import multiprocessing.forkserver
 import os
+import re
 import shutil
 import signal
 import socket
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import asdict
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,10 +31,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.run import parse_args as parse_torchrun
 
 import utils
 from support import grading, run, sampling
-from support.data import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"  # real data, where there is any
@@ -326,30 +328,6 @@ def full_logps(model, input_ids, mask, temperature=1.0):
     return torch.nn.functional.pad(logps, (1, 0)) * mask
 
 
-def padded_groups(path) -> dict:
-    """Returns ids and masks of all sequences of groups of four, padded for TRL, and their advantages."""
-    from grpo_humanline import Args, encode_row, group_advantages
-
-    tokenizer, eos_ids = load_tokenizer(Args(model=str(ROOT / "toy" / "tales" / "policy")))
-    groups = [encode_row(Args(group_size=4), tokenizer, eos_ids, row) for row in read_rows(path)]
-    examples = [example for group in groups for example in group]
-    rewards = torch.tensor([[x.reward for x in group] for group in groups], dtype=torch.float64)
-    inputs = {"advantages": group_advantages(rewards).flatten()}
-    for name, side in (("prompt", "left"), ("completion", "right")):
-        ids = [getattr(example, f"{name}_ids") for example in examples]
-        inputs[f"{name}_ids"] = utils.pad_rows(ids, "cpu", side=side).long()
-        inputs[f"{name}_mask"] = utils.pad_rows([[1] * len(row) for row in ids], "cpu", side=side)
-    return inputs
-
-
-def completion_logps(model, inputs):
-    """Returns the log-probs of all completion tokens of `padded_groups`, (B, T)."""
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-    seen = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-    logits = model(input_ids=ids, attention_mask=seen).logits[:, inputs["prompt_ids"].shape[1] - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, inputs["completion_ids"][..., None])[..., 0]
-
-
 def toy_rows(toy: Path, count: int) -> list[dict]:
     """Returns the first pairs of a toy, without their scores."""
     rows = read_rows(toy / "preferences_train.jsonl.gz")[:count]
@@ -362,3 +340,61 @@ def trl_settings(folder, batch: int, steps: int, lr: float) -> dict:
     settings |= dict(learning_rate=lr, lr_scheduler_type="constant", weight_decay=0.0, adam_epsilon=1e-8)
     settings |= dict(max_grad_norm=1.0, logging_steps=1, bf16=False, use_cpu=True, disable_tqdm=True)
     return settings | dict(gradient_checkpointing=False, report_to="none", save_strategy="no")
+
+
+# === Commands in pages and shell files ===
+
+STAND_INS = {"N": "2", "FLAGS": ""}  # what a reader replaces
+# Bash finds no program where PATH is empty, and gives the words of every command to this function.
+NOTED = r"""
+enable -n cd exec kill source .
+command_not_found_handle() { printf '%s\n' "$@" '' >> commands; }
+"""
+
+
+def starts_of_scripts(code: str) -> list[list[str]]:
+    """Returns the words of every command in shell code that starts a *_humanline.py."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [shutil.which("bash"), "-c", f"{NOTED}\n{code}\nwait"]
+        subprocess.run(command, cwd=folder, env={"PATH": "/nowhere"}, capture_output=True)
+        noted = Path(folder, "commands")
+        commands = noted.read_text().split("\n\n") if noted.exists() else []
+    starts = []
+    for command in commands:
+        words = [STAND_INS.get(word, word) for word in command.split("\n")]
+        if words[0] in ("torchrun", "python") and any(word.endswith("_humanline.py") for word in words):
+            starts.append([word for word in words if word])
+    return starts
+
+
+def commands_of(page: str) -> list[tuple[str, list[str]]]:
+    """Returns (page, words) of the commands in blocks of shell code and in code within the text."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    for code in re.findall(r"`([^`\n]+)`", prose):
+        if code.startswith(("torchrun ", "python ", "for ")):
+            blocks.append(code)
+    return [(page, words) for block in blocks for words in starts_of_scripts(block)]
+
+
+def parse_command(words: list[str], folder: Path, monkeypatch) -> tuple:
+    """Returns the script and its arguments."""
+    world, (script, *flags) = 1, words[1:]
+    if words[0] == "torchrun":
+        launch = parse_torchrun(words[1:])
+        script, flags = launch.training_script, launch.training_script_args
+        world = int(launch.nnodes.split(":")[-1]) * int(launch.nproc_per_node)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", launch.nproc_per_node)
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    name = (ROOT / script).stem.removeprefix("my_")  # a reader's copy
+    module = importlib.import_module(name)
+    if "--help" in flags:
+        with pytest.raises(SystemExit) as stop:
+            parse_args(module, flags)
+        assert not stop.value.code
+        return name, None
+    if "--resume" in flags:  # of a run that its reader has
+        (folder / "args.json").write_text(json.dumps(asdict(module.Args(**module.TOY)) | {"script": name}))
+        flags[flags.index("--resume") + 1] = str(folder)
+    return name, parse_args(module, flags)

@@ -4,7 +4,6 @@ For every script, but where one is named. Most runs get a model without weights:
 came before a model was read. Why single rows are left out is in test_data.py.
 """
 
-import gzip
 import importlib
 import json
 import re
@@ -23,8 +22,6 @@ from support import run
 
 PEOPLE = "king queen duke boy prince cook baker smith girl clerk pupil twin".split()
 ROWS = [{"prompt": f"for {who}", "chosen": "rose iris", "rejected": "holly"} for who in PEOPLE]
-ROSE, IRIS = ({"role": "assistant", "content": flower} for flower in ("rose", "iris"))
-dpo_alone = pytest.mark.parametrize("script", ["dpo_humanline"], indirect=True)
 
 
 @pytest.fixture(scope="module", params=SCRIPTS)
@@ -102,51 +99,6 @@ def refused(message, good, tmp_path):
 
 # --- data ---
 
-FILES = {  # name: (content, what is said)
-    "absent.jsonl": (None, "No such file"),
-    "notes.txt": (b"hello\n", ""),
-    "empty.jsonl": (b"", "0 rows"),
-    "plain.parquet": (b"plain text", "Parquet"),
-    "plain.jsonl.gz": (b"plain text", "gzip"),
-    "cut.jsonl.gz": (gzip.compress(b'{"prompt": "for king"}\n' * 99)[:-12], "end-of-stream"),
-    "latin.jsonl": ('{"prompt": "für"}\n'.encode("latin-1"), "utf-8"),
-}
-MALFORMED = [  # the fifth row, and what is said
-    ('{"prompt": "for king", chosen}', "JSONDecodeError"),
-    ("[1, 2]", ""),
-    (r'{"prompt": "a \ud83d", "chosen": "b", "rejected": "c"}', "the tokenizer: TypeError"),
-    ({"question": "for king", "answer": "rose"}, "no prompt in the columns question, answer"),
-    ({"chosen": [ROSE], "rejected": [IRIS]}, "no prompt in the columns chosen, rejected"),
-    ({"prompt": "for king", "chosen": "rose"}, ""),
-    ({"prompt": "for king", "chosen": ROSE, "rejected": IRIS}, ""),
-    (ROWS[0] | {"chosen": 5}, ""),
-    (ROWS[0] | {"chosen": [ROSE | {"content": [{"type": "text", "text": "rose"}]}]}, ""),
-    (ROWS[0] | {"chosen": [ROSE, IRIS], "rejected": [IRIS, ROSE]}, "differ only in their last message"),
-    (ROWS[0] | {"prompt": {"text": "for king"}}, ""),
-    (ROWS[0] | {"prompt": [{"from": "human", "value": "for king"}]}, ""),
-    (ROWS[0] | {"prompt": [{"role": "user", "content": None}]}, ""),
-]
-
-
-@dpo_alone
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("flag", ["--dataset", "--eval-dataset"])
-def test_a_file_that_cannot_be_read_is_named(refused, tmp_path, flag, name):
-    content, said = FILES[name]
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    told = refused(flag, tmp_path / name)
-    assert str(tmp_path / name) in told and said in told and "JSON" not in told
-
-
-@pytest.mark.parametrize(("row", "said"), MALFORMED, ids=lambda value: str(value)[:60])
-def test_a_malformed_row_names_file_and_line(refused, tmp_path, row, said):
-    path = tmp_path / "data.jsonl"
-    rows = [json.dumps(good) for good in ROWS[:4]]
-    path.write_text("\n".join([*rows, row if isinstance(row, str) else json.dumps(row)]))
-    told = refused("--dataset", path)
-    assert told.startswith(f"{path}, line 5: ") and said in told
-
 
 @pytest.mark.parametrize("value", [None, (1, -2), ["a"], [], {}, 3, 0.5, True], ids=repr)
 def test_a_flag_of_ones_own_may_have_any_type(script, value):
@@ -154,25 +106,6 @@ def test_a_flag_of_ones_own_may_have_any_type(script, value):
     args = script.Args(model="m", dataset="d")
     args.own = value
     run.check_flags(args, 8)
-
-
-def test_data_that_do_not_fit_the_flags_say_both(refused, script, good, tmp_path):
-    assert f"--dataset {good}: 4 rows, but a step needs " in refused("--batch-size", 16)
-    told = refused("--max-prompt-length", 1)
-    assert told.endswith(": prompt longer than --max-prompt-length")
-    path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": row["prompt"]} for row in ROWS])
-    told = refused("--dataset", path)
-    assert told.startswith(f"--dataset {path}: ") and told.endswith("--online")
-    if script.__name__ == "kto_humanline":
-        assert refused("--batch-size", 5).startswith("--batch-size 5 is odd")
-    if script.__name__ == "grpo_humanline":
-        for size, said in {3: "every row needs 3 completions", 4: "--batch-size 6 is not a multiple"}.items():
-            assert said in refused("--group-size", size, "--batch-size", 6)
-        scored = {"prompt": "for king", "completions": ["rose", "iris", "lily"]}
-        scored["scores"] = [0.1, 0.101, 0.1]
-        path = write_rows(tmp_path / "equal.jsonl", [scored] * 4)
-        told = refused("--dataset", path, "--group-size", 3, "--batch-size", 6)
-        assert told == f"--dataset {path}: no row's scores differ; lower --reward-threshold"
 
 
 # --- flags ---
@@ -249,31 +182,6 @@ def test_a_reward_model_that_cannot_judge_is_named(refused, good, tmp_path, kind
     flags = ["--max-new-tokens", 16, "--eval-dataset", good, "--eval-samples", 2]
     told = refused("--model", TOY / "policy", "--reward-model", judge, *flags)
     assert f"{judge}: {said}" in told
-
-
-def test_a_tokenizer_without_an_end_of_turn_names_the_flag(refused, tmp_path):
-    assert "--eos-token" in refused("--eos-token", "<|absent|>")
-    tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
-    tokenizer.eos_token = None
-    tokenizer.save_pretrained(copy_policy(tmp_path / "model", "model.safetensors"))
-    assert "--eos-token" in refused("--model", tmp_path / "model")
-
-
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        ("{% for m in %}", "line 1: the chat template: TemplateSyntaxError"),
-        ("{{ raise_exception('roles must alternate') }}", "line 1: the chat template: TemplateError: roles"),
-        (" ", "own.jinja is empty"),
-        (None, "No such file"),
-    ],
-)
-def test_a_chat_template_that_cannot_render_is_told_with_the_row(refused, good, tmp_path, template, said):
-    path = tmp_path / "own.jinja"
-    if template:
-        path.write_text(template)
-    told = refused("--chat-template", path)
-    assert said in told and (str(good) in told or str(path) in told)
 
 
 # --- output folder, resume ---

@@ -1,40 +1,70 @@
-"""From rows to token ids: what is read, what is left out, where a completion begins and ends.
+"""Tests support/data.py and the section Data of the scripts: from the rows of a file to token ids.
+
+Training on a wrong token raises no error and shows in no metric. So a row is trained as a person who reads it
+would expect, or it is skipped or refused with a reason.
 
 `letters` is a tokenizer with one token per character, so that decoded ids show exactly what is trained on.
+`bytes_or_pieces` are the two kinds of tokenizers that models have.
 """
 
 import gzip
+import importlib
 import json
-import math
 import re
 import shutil
+import tracemalloc
+import unicodedata
+from functools import cache, partial
+from importlib.resources import files
+from pathlib import Path
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
-from conftest import TOY, write_rows
-from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
-from tokenizers import Tokenizer, decoders, models, processors
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+import torch.distributed as dist
+from helpers import (
+    PAIRS,
+    SCRIPTS,
+    SHARED,
+    TOY,
+    finish,
+    read_rows,
+    run_ranks,
+    start_ranks,
+    write_rows,
+)
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaTokenizer,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+)
 
 import dpo_humanline
 import grpo_humanline
 import grpo_math_humanline
 import kto_humanline
-import utils
-from support import data, run
-from utils import Example, pad_batch, token_logps
+from support import data, run, sampling
+from utils import Example, InputError, pad_batch, token_logps
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+# === Tokenizers and rows ===
 
 TURN = "<|{{ m.role }}|>{{ m.content }}"
 PROMPT = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 TEMPLATE = "<s>{% for m in messages %}" + TURN + "</s>{% endfor %}" + PROMPT
 BOS, EOS, END = 0, 1, 2  # ids of <s>, </s> and <|end|>
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def letters(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """One token per character. Called on text, it puts <s> first, as Llama's does."""
+    """Makes a tokenizer with one token per character. It puts <s> before a text, as Llama's does."""
     special = ["<s>", "</s>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
     vocab = {token: i for i, token in enumerate([*special, "\n", *map(chr, range(32, 127))])}
     raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -47,62 +77,134 @@ def letters(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
 
 
 LETTERS = letters()
-U, A, S = (
-    lambda text, role=role: {"role": role, "content": text} for role in ("user", "assistant", "system")
-)
+
+
+def bytes_or_pieces(kind: str, template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """Makes a tokenizer of bytes, as in Llama 3 and Qwen, or of pieces, as in Llama 2 and Mistral.
+
+    The first piece depends on what stands before it.
+    """
+    special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|end_header_id|>", "<bos>"]
+    if kind == "bytes":
+        vocab = {token: i for i, token in enumerate([*pre_tokenizers.ByteLevel.alphabet(), "?I"])}
+        raw = Tokenizer(models.BPE(vocab=vocab, merges=[("?", "I")]))
+        raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        raw.decoder = decoders.ByteLevel()
+    else:
+        pieces = ["▁", "\n", *map(chr, range(33, 127))]
+        merges = [("▁", piece) for piece in pieces[1:]]
+        vocab = {token: i for i, token in enumerate([*pieces, *("".join(pair) for pair in merges)])}
+        raw = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+        raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        raw.decoder = decoders.Metaspace()
+    tokens = {"bos_token": "<s>", "eos_token": "<|im_end|>", "additional_special_tokens": special}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, clean_up_tokenization_spaces=False, **tokens)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def U(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def A(text: str) -> dict:
+    return {"role": "assistant", "content": text}
+
+
+def S(text: str) -> dict:
+    return {"role": "system", "content": text}
+
+
 PAIR = {"prompt": "Hi", "chosen": "Hello!", "rejected": "Go."}
 ROWS = [PAIR, {"prompt": "Bye", "chosen": "See you", "rejected": "Good"}]
+LABELLED = {"prompt": "Hi", "completion": "a", "label": True}
+SCORED = {"prompt": "Hi", "completions": ["a", "b"], "scores": [0.5, 0.1]}
+PROBLEM = {"problem": "1+1?", "answer": "2"}
+FINE = {dpo_humanline: PAIR, kto_humanline: LABELLED, grpo_humanline: SCORED, grpo_math_humanline: PROBLEM}
 
 
 @pytest.fixture
-def load(tmp_path, capsys, monkeypatch):
-    """Groups of rows (or of a file), and what is said about them, on stderr if the run ends."""
-    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)  # for all tests
+def load(tmp_path, capsys):
+    """Returns the groups of rows (or of a file), and what a run says about them, also if it ends."""
 
-    def read(rows, tokenizer=LETTERS, eos_ids=(EOS,), script=dpo_humanline, **args):
+    def read(rows, tokenizer=LETTERS, eos_ids=(EOS,), script=dpo_humanline, options=None, **args):
         if isinstance(rows, list):
             rows = write_rows(tmp_path / "rows.jsonl", rows)
+        args = script.Args(**args)
         capsys.readouterr()
         try:
             with run.exit_on_input_error():
-                groups = script.load_groups(script.Args(**args), tokenizer, set(eos_ids), str(rows), "train")
-        except SystemExit:
-            return [], capsys.readouterr().err
+                groups = script.load_groups(
+                    args, tokenizer, set(eos_ids), str(rows), "train", **options or {}
+                )
+        except SystemExit as error:
+            return [], str(error)
         return groups, capsys.readouterr().out
 
     return read
 
 
+HELD_OUT = {"held_out": True}
+
+
 def texts(group, tokenizer=LETTERS) -> list:
-    """The prompt, and what is trained of each completion."""
+    """Returns the prompt, and what is trained of each completion."""
     assert all(x.prompt_ids == group[0].prompt_ids for x in group)
     return [tokenizer.decode(group[0].prompt_ids), *(tokenizer.decode(x.completion_ids) for x in group)]
 
 
-# --- formats ---
+def encode(tokenizer, prompt, *completions, eos_ids=None) -> list:
+    """Returns the text of a prompt and those of its completions, after encoding and decoding."""
+    args = dpo_humanline.Args(max_prompt_length=10_000, max_length=20_000)
+    examples = data.encode(args, tokenizer, eos_ids or {tokenizer.eos_token_id}, prompt, completions)
+    decoded = [tokenizer.decode(x.completion_ids) for x in examples]
+    return [tokenizer.decode(examples[0].prompt_ids), *decoded[: len(completions)]]
+
+
+def encode_ids(tokenizer, prompt, *completions) -> tuple:
+    """Returns the ids of a prompt, and the ids of each completion, as lists."""
+    args = dpo_humanline.Args(max_prompt_length=10_000, max_length=20_000)
+    examples = data.encode(args, tokenizer, {tokenizer.eos_token_id}, prompt, completions)
+    return [*examples[0].prompt_ids], *([*x.completion_ids] for x in examples[: len(completions)])
+
+
+# === Rows ===
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        lambda p, c, r: {"prompt": p, "chosen": c, "rejected": r},
-        lambda p, c, r: {"instruction": p, "chosen": c, "rejected": r, "input": "", "system": None},
-        lambda p, c, r: {"prompt": [U(p)], "chosen": [A(c)], "rejected": [A(r)]},
+        lambda p, c, r: {"prompt": p, "chosen": c, "rejected": r, "source": "x", "margin": 2.0},
+        lambda p, c, r: {"prompt": [U(p)], "chosen": [A(c)], "rejected": [A(r)], "input": "", "system": None},
         lambda p, c, r: {"prompt": p, "chosen": [A(c)], "rejected": [A(r)]},
-        lambda p, c, r: {"prompt": [U(p)], "chosen": c, "rejected": r},
         lambda p, c, r: {"chosen": [U(p), A(c)], "rejected": [U(p), A(r)]},
-        lambda p, c, r: {"prompt": p, "chosen": [U(p), A(c)], "rejected": [U(p), A(r)], "score": 0.5},
+        lambda p, c, r: {"prompt": p, "chosen": [U(p), A(c)], "rejected": [U(p), A(r)]},
         lambda p, c, r: {"prompt": [U(p)], "chosen": [U(p), A(c)], "rejected": [U(p), A(r)]},
-        lambda p, c, r: {"prompt": [U(p) | {"name": None}], "chosen": [U(p), A(c)], "rejected": [U(p), A(r)]},
+        lambda p, c, r: {"prompt": [U(p) | {"name": None, "tool_calls": []}], "chosen": c, "rejected": r},
     ],
 )
-def test_paired_formats_give_the_same_pairs(load, row):
+def test_pairs_of_all_forms_are_the_same(load, row):
     pairs, told = load([row(*pair.values()) for pair in ROWS])
     assert [texts(pair) for pair in pairs] == [
         ["<s><|user|>Hi</s><|assistant|>", "Hello!</s>", "Go.</s>"],
         ["<s><|user|>Bye</s><|assistant|>", "See you</s>", "Good</s>"],
     ]
-    assert told.endswith(": 2 rows\n")
+    assert told.endswith(": 2 of 2 rows; 0 of 4 completions truncated by --max-length\n")
+
+
+def test_conversations_keep_all_turns_and_end_with_one_answer_each(load):
+    turns = [S("Be brief"), U("Hi"), A("Yes?"), U("Why")]
+    whole = {"chosen": [*turns, A("So")], "rejected": [*turns, A("No")]}
+    explicit, _ = load([{"prompt": turns, "chosen": [A("So")], "rejected": [A("No")]}])
+    begin = "<s><|system|>Be brief</s><|user|>Hi</s><|assistant|>Yes?</s><|user|>Why</s><|assistant|>"
+    assert texts(explicit[0]) == [begin, "So</s>", "No</s>"]
+    for row in (whole, whole | {"prompt": "Why"}, whole | {"prompt": turns}):
+        assert load([row])[0] == explicit
+    # A prompt beside the conversations was dropped without a word.
+    others = [{"prompt": "You are a pirate"}, {"prompt": [U("Who")]}, {"rejected": [*turns[1:], A("No")]}]
+    for other in others:
+        _, told = load([whole | other])
+        assert "row 1: chosen and rejected must both be the prompt and one more message" in told
 
 
 @pytest.mark.parametrize("as_messages", [False, True])
@@ -113,10 +215,9 @@ def test_labels_and_scores_give_the_halves_of_pairs(load, as_messages):
     for p, *both in map(dict.values, ROWS):
         labelled += [{"prompt": prompt(p), "completion": answer(both[i]), "label": not i} for i in (0, 1)]
         scored.append({"prompt": prompt(p), "completions": [*map(answer, both)], "scores": [2.5, -1]})
-    groups, told = load(labelled, script=kto_humanline)
-    plain = lambda x: x._replace(prompt="", desirable=None)  # a text or messages
-    assert [plain(x) for (x,) in groups] == [plain(x) for pair in pairs for x in pair]
-    assert [x.desirable for (x,) in groups] == [True, False] * 2 and ": 4 rows\n" in told
+    groups, _ = load(labelled, script=kto_humanline)
+    assert [x._replace(desirable=None) for (x,) in groups] == [x for pair in pairs for x in pair]
+    assert [x.desirable for (x,) in groups] == [True, False] * 2
     for pair in load(ROWS, script=kto_humanline)[0]:
         assert [x.desirable for x in pair] == [True, False]
     for pair in load(ROWS, script=grpo_humanline)[0]:
@@ -126,119 +227,332 @@ def test_labels_and_scores_give_the_halves_of_pairs(load, as_messages):
     assert [texts(group) for group in groups] == [texts(pair) for pair in pairs]
 
 
-GOOD = {"prompt": "Hi", "completions": ["a", "b"], "scores": [0.5, 0.1]}
-
-
 def test_of_scored_groups_the_best_and_the_worst_or_all_are_read(load):
-    rows = [GOOD | {"completions": ["a", "b", "c"], "scores": scores} for scores in ([1, 3, 2], [1] * 3)]
+    rows = [SCORED | {"completions": ["a", "b", "c"], "scores": scores} for scores in ([1, 3, 2], [1] * 3)]
     groups, told = load(rows, script=grpo_humanline)
     assert [texts(group)[1:] for group in groups] == [["b</s>", "a</s>"]]
-    assert "; 1 skipped, the first in line 2: its scores are equal" in told
+    assert "; 1 skipped, the first is row 2: its scores are equal" in told
     groups, _ = load(rows, script=grpo_humanline, group_size=3)
     wanted = [["b</s>", "c</s>", "a</s>"], ["a</s>", "b</s>", "c</s>"]]
     assert [texts(group)[1:] for group in groups] == wanted
+    assert [x.reward for x in groups[1]] == [1, 1, 1]
 
 
-LABELLED = {"prompt": "Hi", "completion": "a", "label": True}
-PROBLEM = {"problem": "1+1?", "answer": "2"}
-FINE = {dpo_humanline: PAIR, kto_humanline: LABELLED, grpo_humanline: GOOD, grpo_math_humanline: PROBLEM}
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_scores_that_differ_by_rounding_have_no_advantage(load, group_size):
+    scores = [0.3, 0.1 + 0.2, 0.3][:group_size]
+    row = {"prompt": "Hi", "completions": ["a", "b", "c"][:group_size], "scores": scores}
+    good = row | {"scores": [1.0, 0.5, 0.0][:group_size]}
+    groups, _ = load([good, row], script=grpo_humanline, group_size=group_size)
+    rewards = [[example.reward for example in group] for group in groups]
+    advantages = grpo_humanline.group_advantages(torch.tensor(rewards, dtype=torch.float64))
+    assert (advantages[0] != 0).any() and (advantages[1:] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz", "r.parquet"])
+def test_file_kinds_give_the_same_pairs_and_row_numbers(load, tmp_path, name):
+    rows = [{"prompt": [U(p)], "chosen": [A("a")], "rejected": [A("b")]} for p in ("Hi", "Bye", "é")]
+    if name.endswith(".parquet"):
+        datasets.Dataset.from_list(rows).to_parquet(tmp_path / name)
+    else:
+        text = "\ufeff" + "\r\n".join(json.dumps(row) for row in rows) + "\n\n"  # as Windows writes it
+        (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    groups, told = load(tmp_path / name)
+    assert groups == load(rows[:2])[0] != []
+    assert "2 of 3 rows; 1 skipped, the first is row 3: its tokens are not its text" in told
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_json_columns_of_parquet_files_are_decoded(tmp_path, nested):
+    """They were trained as text, brackets and all."""
+    value = [U("Hi") | {"more": {"city": "Oslo"}}]
+    column = pyarrow.array([json.dumps(value), None], pyarrow.string()).cast(pyarrow.json_())
+    expected = [value, None]
+    if nested:  # a list of objects with a JSON value
+        objects = pyarrow.StructArray.from_arrays([column], ["arguments"])
+        column = pyarrow.ListArray.from_arrays([0, 1, 2], objects)
+        expected = [[{"arguments": value}], [{"arguments": None}]]
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": column, "id": [1, 2]}), tmp_path / "rows.parquet")
+    rows = [*data.read_rows(str(tmp_path / "rows.parquet"), "train")]
+    assert [number for number, _ in rows] == [1, 2]
+    assert [row["prompt"] for _, row in rows] == expected
+
+
+def test_images_of_parquet_files_are_not_decoded(tmp_path):
+    """A file that `datasets` has written asks for it, and decoding needs Pillow."""
+    features = datasets.Features({"prompt": datasets.Value("string"), "images": datasets.Image()})
+    columns = {"prompt": ["What is this?"], "images": [{"bytes": b"no picture", "path": None}]}
+    datasets.Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "rows.parquet")
+    ((_, row),) = data.read_rows(str(tmp_path / "rows.parquet"), "train")
+    assert row["images"]["bytes"] == b"no picture"
+
+
+@pytest.mark.parametrize("script", [dpo_humanline, kto_humanline, grpo_humanline])
+def test_texts_and_rows_are_kept_only_where_prompts_are_sampled(load, monkeypatch, script):
+    """A text takes more memory than its ids, on every rank."""
+    row = PAIR | {"test_case": {"n": 2}}
+    monkeypatch.setattr(script, "SCORE", None)
+    kept = []
+    for score in (None, lambda samples: None):
+        monkeypatch.setattr(script, "SCORE", score)
+        for options, args in ({}, {}), ({}, {"online": True}), (HELD_OUT, {}), (HELD_OUT, {"online": True}):
+            groups, _ = load([row], script=script, options=options, **args)
+            kept.append((groups[0][0].prompt, groups[0][0].row))
+    assert kept == [("", None), *[("Hi", None)] * 3, ("", None), *[("Hi", row)] * 3]
+
+
+def test_a_problem_keeps_its_question_its_answer_and_its_row(load):
+    rows = [PROBLEM | {"level": "Level 5"}, PROBLEM | {"problem": "2 " * 99}]
+    groups, told = load(rows, script=grpo_math_humanline, system_prompt="", max_prompt_length=40)
+    assert [(x.question, x.answer, x.row) for (x,) in groups] == [("1+1?", "2", rows[0])]
+    assert "1 skipped, the first is row 2: " in told
+    rows = [
+        {"question": "How many?", "answer": "He has 3 * 24 = <<3*24=72>>72.\n#### 72"},  # GSM8K
+        {"problem": "How many?", "solution": "We get $\\boxed{72}$."},  # MATH
+        {"problem": "How many?", "answer": 72},
+    ]
+    tokenizer = bytes_or_pieces("bytes")
+    groups, _ = load(rows, tokenizer, [tokenizer.eos_token_id], script=grpo_math_humanline)
+    assert [x.answer.strip() for (x,) in groups] == ["72", "We get $\\boxed{72}$.", "72"]
+    assert all(x.question == "How many?" and x.prompt[0]["role"] == "system" for (x,) in groups)
+
+
+def test_a_thought_that_the_template_has_opened_counts_for_the_rewards():
+    """Without it the reward had a ceiling of 8.75, and a second <think> was paid."""
+    tokenizer = bytes_or_pieces(
+        "bytes", CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    )
+    args = grpo_math_humanline.Args(system_prompt="")
+    (problem,) = grpo_math_humanline.encode_row(args, tokenizer, {tokenizer.eos_token_id}, PROBLEM)
+    assert problem.opening == "<think>\n"
+    thinking = "so\n</think>\n<answer>\n2\n</answer>"
+    rewards = []
+    for text in (thinking, "<think>\n" + thinking):
+        full = problem.opening + text
+        rewards.append(grpo_math_humanline.format_reward(full) + grpo_math_humanline.tag_count_reward(full))
+    assert rewards[0] == 2 and rewards[1] < 2
+    args = grpo_math_humanline.Args()  # its system prompt spells the tags
+    tokenizer.chat_template = CHATML
+    (problem,) = grpo_math_humanline.encode_row(args, tokenizer, {tokenizer.eos_token_id}, PROBLEM)
+    assert problem.opening == ""
+
+
+def test_labels_are_counted(tmp_path, capsys, one_rank):
+    """64 rows that were all true trained without a word."""
+    args = kto_humanline.Args(dataset=write_rows(tmp_path / "rows.jsonl", [LABELLED] * 2), batch_size=2)
+    kto_humanline.load_data(args, LETTERS, {EOS})
+    assert "labels: 2 true, 0 false (KTO expects both)\n" in capsys.readouterr().out
+
+
+# === Prompts alone ===
+
+BROKEN = [  # completions that offline training skips or refuses
+    {"chosen": "a", "rejected": "a"},
+    {"chosen": "é", "rejected": "x" * 3000},
+    {"chosen": "a"},
+    {"chosen": 5, "rejected": [U("no answer")]},
+    {"chosen": ["a", 5], "rejected": {"text": "b"}},
+    {"chosen": [U("Who"), A("a")], "rejected": [U("Where"), A("a")]},
+    {"completion": "a", "label": None},
+    {"completion": "é", "label": "maybe"},
+    {"completions": ["a", "b"], "scores": [1, 1]},
+    {"completions": ["a", "b"], "scores": [1]},
+    {"completions": 5, "scores": None},
+    {},
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_online_reads_prompts_whatever_completions_a_row_has(load, script):
+    """Of 200 prompts 150 were dropped because of tied scores that were never used."""
+    rows = [{"prompt": f"Hi {i}"} | completions for i, completions in enumerate(BROKEN)]
+    groups, told = load(rows, script=importlib.import_module(script), online=True)
+    assert [texts(group) for group in groups] == [
+        [f"<s><|user|>Hi {i}</s><|assistant|>", ""] for i in range(len(BROKEN))
+    ]
+    assert f": {len(BROKEN)} of {len(BROKEN)} rows; " in told
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_online_finds_the_prompt_of_conversations(load, script):
+    rows = [{"chosen": [U("Hi"), A("a")], "rejected": [U("Hi"), A("a")]}]
+    groups, _ = load(rows, script=importlib.import_module(script), online=True)
+    assert [texts(group) for group in groups] == [["<s><|user|>Hi</s><|assistant|>", ""]]
+
+
+@pytest.mark.parametrize("online", [False, True])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_held_out_rows_keep_their_completions_or_have_none(tmp_path, one_rank, script, online):
+    script = importlib.import_module(script)
+    files = [
+        write_rows(tmp_path / f"{i}.jsonl", rows) for i, rows in enumerate([ROWS, [PAIR, {"prompt": "A"}]])
+    ]
+    args = script.Args(dataset=files[0], eval_dataset=files[1], batch_size=2, online=online)
+    groups, (pair, prompt), *_ = script.load_data(args, LETTERS, {EOS})
+    assert [len(group) for group in groups] == ([1, 1] if online else [2, 2])
+    assert texts(pair)[1:] == ["Hello!</s>", "Go.</s>"] and texts(prompt)[1:] == [""]
+
+
+# === Bad input ===
 
 
 @pytest.mark.parametrize(
     ("script", "row", "said"),
     [
-        (grpo_humanline, GOOD | {"scores": None}, "no value for 'scores' in the columns"),
-        (grpo_humanline, GOOD | {"scores": [1.0]}, "completions and scores must be two lists"),
-        (grpo_humanline, GOOD | {"completions": "ab"}, "completions and scores must be two lists"),
-        (grpo_humanline, GOOD | {"scores": [1.0, math.nan]}, "the score nan is not a finite number"),
-        (grpo_humanline, GOOD | {"scores": [None, 1.0]}, "the score None is not a finite number"),
-        (grpo_humanline, GOOD | {"scores": [1.0, "2"]}, "the score '2' is not a finite number"),
-        (kto_humanline, LABELLED | {"label": "true"}, ""),
-        (kto_humanline, LABELLED | {"label": 0.5}, "label must be true or false"),
-        (
-            kto_humanline,
-            {"prompt": "Hi", "label": True},
-            "no value for 'completion' in the columns prompt, label",
-        ),
+        (dpo_humanline, LABELLED, "no value for 'chosen' in the columns prompt, completion, label"),
+        (dpo_humanline, {"prompt": "Hi"}, "no value for 'chosen' in the columns prompt"),
+        (dpo_humanline, PAIR | {"rejected": None}, "no value for 'rejected' in the columns"),
         (
             dpo_humanline,
-            {"chosen": [U("Hi"), U("So")], "rejected": [U("Hi"), U("No")]},
-            "a completion must be",
+            {"question": "Hi", "chosen": "a", "rejected": "b"},
+            "no value for 'prompt' in the col",
         ),
+        (kto_humanline, SCORED, "no value for 'chosen' in the columns prompt, completions, scores"),
+        (kto_humanline, LABELLED | {"label": None}, "no value for 'label' in the columns"),
+        (kto_humanline, LABELLED | {"label": "true"}, "label must be true or false"),
+        (grpo_humanline, LABELLED, "no value for 'chosen' in the columns prompt, completion, label"),
+        (grpo_humanline, SCORED | {"scores": None}, "no value for 'scores' in the columns"),
+        (
+            grpo_math_humanline,
+            {"answer": "2"},
+            "no problem (question) or answer (solution) in the columns ans",
+        ),
+        (grpo_math_humanline, PROBLEM | {"input": "in cm"}, "the column 'input' would be ignored"),
+        (dpo_humanline, PAIR | {"system": "Be brief"}, "the column 'system' would be ignored"),
+        (dpo_humanline, PAIR | {"prompt": [U("Hi"), A("Yes?")]}, "the prompt ends with a message of the ass"),
+        (dpo_humanline, PAIR | {"prompt": [{"from": "human", "value": "Hi"}]}, "a message has from, value"),
         (
             dpo_humanline,
-            {"chosen": [U("Hi"), A("So")], "rejected": [U("Hi"), S("No")]},
-            "a completion must be",
+            PAIR | {"chosen": [A("a") | {"tool_calls": [{"id": 1}]}]},
+            "content, tool_calls, but",
         ),
-        (dpo_humanline, {"chosen": ["Hi", A("So")], "rejected": ["Hi", A("No")]}, "every message must have"),
-        (dpo_humanline, {"chosen": [], "rejected": [A("No")]}, ""),
-        (grpo_math_humanline, {"answer": "2"}, "no text in 'problem' or 'question', in the columns answer"),
-        (grpo_math_humanline, {"problem": 5, "answer": "2"}, ""),
-        (grpo_math_humanline, PROBLEM | {"input": "in cm"}, "the column 'input' would be ign"),
+        (dpo_humanline, PAIR | {"chosen": [A("a") | {"reasoning": "so"}]}, "content, reasoning, but only"),
     ],
 )
-def test_a_malformed_row_is_named(load, script, row, said):
+def test_a_malformed_row_ends_the_run_with_file_and_row(load, script, row, said):
+    """Many templates lose other parts of messages than these. A prompt's answer was followed by another."""
     groups, told = load([FINE[script], row], script=script)
-    assert groups == [] and f"rows.jsonl, line 2: {said}" in told
+    assert groups == [] and re.search(f"^error: .*rows.jsonl, row 2: .*{re.escape(said)}", told), told
 
 
-def test_problems_that_cannot_train_are_left_out(load):
-    rows = [PROBLEM | {"problem": problem} for problem in ("1+1?", " ", "2 " * 99)]
-    groups, told = load(rows, script=grpo_math_humanline, system_prompt="", max_prompt_length=40)
-    assert [(x.prompt, x.answer) for (x,) in groups] == [("1+1?", "2")]
-    assert "1 skipped, the first in line 2: prompt empty; 1 skipped, the first in line 3: " in told
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("absent.jsonl", None, "No such file"),
+        ("absent.parquet", None, "No such file"),
+        ("empty.jsonl", b"", "0 of 0 rows"),
+        ("plain.parquet", b"plain text", "Parquet"),
+        ("plain.jsonl.gz", b"plain text", "gzip"),
+        ("cut.jsonl.gz", gzip.compress(b"\n" * 99)[:-12], "end-of-stream"),
+        ("latin.jsonl", '{"prompt": "für"}\n'.encode("latin-1"), "utf-8"),
+        (
+            "broken.jsonl",
+            b'{"prompt": "Hi", "chosen": "a", "rejected": "b"}\n\n{"prompt": }\n',
+            "row 3 is no JSON",
+        ),
+        ("prompts.txt", b"Hi\n", ""),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(load, tmp_path, monkeypatch, name, content, said):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    groups, told = load(tmp_path / name)
+    assert groups == [] and told.startswith(f"error: {tmp_path / name}: ") and said in told
+    assert "\n" not in told
 
 
-def test_messages_shared_over_several_turns_are_the_prompt_and_none_is_lost(load):
-    turns = [S("Be brief"), U("Hi"), A("Yes?"), U("Why")]
-    implicit = {"chosen": [*turns, A("So")], "rejected": [*turns, A("No")]}
-    pairs = [load([row])[0] for row in (implicit, implicit | {"prompt": "Hi"}, implicit | {"prompt": turns})]
-    explicit, _ = load([{"prompt": turns, "chosen": [A("So")], "rejected": [A("No")]}])
-    assert pairs == [explicit] * 3
-    whole = "<s><|system|>Be brief</s><|user|>Hi</s><|assistant|>Yes?</s><|user|>Why</s><|assistant|>"
-    assert texts(explicit[0]) == [whole, "So</s>", "No</s>"]
-    for prompt in ("You are a pirate", [U("Who")], [S("You are a pirate"), *turns]):
-        _, told = load([implicit | {"prompt": prompt}])
-        assert "line 1: " in told and "do not begin with the prompt" in told
+def test_messages_need_a_template(load):
+    _, told = load([PAIR | {"prompt": [U("Hi")]}], letters(template=None))
+    assert "row 1: messages need a chat template, and the tokenizer has none: --chat-template" in told
 
 
-@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz", "r.parquet"])
-def test_file_kinds_give_the_same_pairs_and_blank_lines_none(load, tmp_path, name):
-    rows = [{"prompt": [U(row["prompt"])], "chosen": [A("a")], "rejected": [A("b")]} for row in ROWS]
-    text = "\n" + "\r\n \n".join(json.dumps(row) for row in rows) + "\n\n"
-    if name.endswith(".parquet"):
-        datasets.Dataset.from_list(rows).to_parquet(tmp_path / name)
-    else:
-        (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
-    assert load(tmp_path / name)[0] == load(rows)[0] != []
+def test_rows_that_do_not_fit_the_flags_say_both(tmp_path):
+    name = write_rows(tmp_path / "rows.jsonl", ROWS)
+    for script, flags in ((dpo_humanline, {}), (grpo_humanline, {"group_size": 4})):
+        args = script.Args(dataset=name, batch_size=16, **flags)
+        with pytest.raises(
+            InputError, match=f"--dataset {name}: 2 rows with .2. completions .*, but a step needs"
+        ):
+            script.load_data(args, LETTERS, {EOS})
 
 
-COLUMNS = "input system system_prompt history context documents images tools".split()
+# === Ranks ===
 
 
-@pytest.mark.parametrize("script", [dpo_humanline, kto_humanline, grpo_humanline])
-@pytest.mark.parametrize("column", COLUMNS)
-def test_a_column_that_would_be_ignored_ends_the_run_with_its_name(load, script, column):
-    value = [["Hi", "Yes?"]] if column in ("history", "images", "tools") else "You are a pirate."
-    groups, told = load([PAIR, PAIR | {column: value}], script=script)
-    assert groups == [] and re.search(f"line 2: .*column '{column}' would be ignored", told)
-    assert len(load([PAIR | {column: empty} for empty in (None, "", [])], script=script)[0]) == 3
+def load_shared(script, arguments):
+    """Is a worker: writes what a rank has read, or why it ended, into a file."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    name, folder = arguments
+    data.CHUNK = 4
+    args = script.Args(model=str(TOY / "policy"))
+    tokenizer, eos_ids = data.load_tokenizer(args)
+    encode_row = partial(script.encode_row, args, tokenizer, eos_ids)
+    counted = []
+
+    def count(row):
+        counted.append(row)
+        return encode_row(row)
+
+    with run.exit_on_input_error():
+        result = data.encode_rows(name, "train", count)
+    Path(folder, f"{rank}.txt").write_text(f"{len(counted)} {result}")
+    dist.destroy_process_group()
 
 
-# --- where a completion begins and ends ---
+def test_ranks_of_a_machine_share_the_rows(tmp_path):
+    """Rows keep their order and numbers, and every rank has encoded its part of them."""
+    rows = read_rows(PAIRS)[:50]
+    for number in (7, 33):
+        rows[number]["prompt"] = "for Anna"
+    name = write_rows(tmp_path / "rows.jsonl", rows)
+    args = dpo_humanline.Args(model=str(TOY / "policy"))
+    tokenizer, eos_ids = data.load_tokenizer(args)
+    alone = data.encode_rows(name, "train", partial(dpo_humanline.encode_row, args, tokenizer, eos_ids))
+    assert len(alone[0]) == 48 and [number for number, _ in alone[1]] == [8, 34]
+    run_ranks(3, [[name, str(tmp_path)]], load_shared)
+    shared = [(tmp_path / f"{rank}.txt").read_text().partition(" ") for rank in range(3)]
+    assert [int(count) for count, _, _ in shared] == [16, 17, 17]
+    assert {result for _, _, result in shared} == {str(alone)}
 
 
-def test_without_a_template_texts_are_joined_behind_one_bos_and_conversations_are_an_error(load):
+def test_a_malformed_row_of_one_rank_ends_all_ranks_with_the_same_line(tmp_path):
+    rows = read_rows(PAIRS)[:50]
+    del rows[29]["rejected"]  # rank 2 has rows 29 to 32 and rank 0 the rows 37 to 40
+    del rows[38]["chosen"]
+    name = write_rows(tmp_path / "rows.jsonl", rows)
+    processes = start_ranks(3, [[name, str(tmp_path)]], load_shared)
+    for output in finish(processes):
+        assert f"error: {name}, row 30: no value for 'rejected' in the columns" in output
+    assert [process.exitcode for process in processes] == [1, 1, 1]
+
+
+def test_a_token_takes_at_most_ten_bytes(load, tmp_path):
+    """Lists of ids and the texts of prompts took 54 to 62."""
+    row = {"prompt": "Hi " * 13, "chosen": "a" * 150, "rejected": "b" * 150}
+    name = write_rows(tmp_path / "many.jsonl", [row] * 300)
+    load([PAIR])
+    tracemalloc.start()
+    groups, _ = load(name)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    tokens = sum(len(x.prompt_ids) + len(x.completion_ids) + len(y.completion_ids) for x, y in groups)
+    assert len(groups) == 300 and size <= 10 * tokens
+
+
+# === Where a completion begins and ends ===
+
+
+def test_without_a_template_texts_are_joined_behind_one_bos(load):
     plain = letters(template=None)
     assert plain("x").input_ids[0] == BOS  # the tokenizer adds its own, and TEMPLATE writes another
     [pair], _ = load([PAIR], plain)
-    assert texts(pair) == ["<s>Hi", "Hello!</s>", "Go.</s>"] and pair[0].prompt == "Hi"
-    _, told = load([PAIR | {"prompt": [U("Hi")]}], plain)
-    assert "line 1: " in told and "--chat-template" in told
+    assert texts(pair) == ["<s>Hi", "Hello!</s>", "Go.</s>"]
 
 
 @pytest.mark.parametrize("end", ["</s>", "<|end|>", "<|end|>\n", "</s>\n \n", "<|end|>\n</s>", ""], ids=repr)
-def test_completion_ends_with_the_end_of_turn_and_nothing_after(load, end):
+def test_a_completion_ends_with_the_end_of_turn_and_nothing_after(load, end):
     tokenizer = letters("{% for m in messages %}" + TURN + "{{ " + repr(end) + " }}{% endfor %}" + PROMPT)
     [pair], _ = load([PAIR], tokenizer, [EOS, END])
     first = "<|end|>" if end.startswith("<|end|>") else "</s>"
@@ -246,14 +560,34 @@ def test_completion_ends_with_the_end_of_turn_and_nothing_after(load, end):
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace("</s>{% endfor", "{% endfor"), None])
-def test_cut_completion_has_no_end_of_turn_and_every_other_ends_with_it(load, template):
+def test_a_truncated_completion_has_no_eos_token_and_every_other_ends_with_it(load, template):
     tokenizer = letters(template)
     prompt = len(load([PAIR], tokenizer)[0][0][0].prompt_ids)
     for room in range(1, 12):
-        [pair], _ = load([PAIR], tokenizer, max_length=prompt + room)
+        [pair], told = load([PAIR], tokenizer, max_length=prompt + room)
         for x, whole in zip(pair, ("Hello!</s>", "Go.</s>")):
             tokens = tokenizer(whole, add_special_tokens=False).input_ids
-            assert x.completion_ids == tokens[:room]
+            assert [*x.completion_ids] == tokens[:room]
+        assert f"; {(room < 4) + (room < 7)} of 2 completions truncated by --max-length\n" in told
+
+
+def test_lengths_leave_room_for_a_token(load):
+    length = len(load([PAIR])[0][0][0].prompt_ids)
+    rows = [PAIR, PAIR | {"prompt": "Hi!"}, PAIR]
+    for longest in ({"max_prompt_length": length}, {"max_length": length + 1}):
+        groups, told = load(rows, **longest)
+        assert len(groups) == 2 and "2 of 3 rows; 1 skipped, the first is row 2: prompt empty, or too" in told
+    groups, told = load(rows, max_prompt_length=1)
+    assert groups == [] and "0 of 3 rows; 3 skipped, the first is row 1: prompt empty, or too long" in told
+
+
+def test_a_run_that_does_not_sample_needs_no_positions_for_samples():
+    """Otherwise GPT-2, with 1024 positions, could not train with the default of --max-new-tokens."""
+    groups = [(Example("", [1] * 5, [2] * 7),), (Example("", [1] * 6, [2] * 3),)]
+    assert data.longest_sequence(dpo_humanline.Args(), groups) == 6 + 7  # KTO joins prompts with others
+    for args in (dpo_humanline.Args(eval_dataset="x"), dpo_humanline.Args(online=True)):
+        assert data.longest_sequence(args, groups) == 6 + 2048
+    assert data.longest_sequence(grpo_math_humanline.Args(), groups) == 6 + 2048
 
 
 def test_every_end_of_turn_of_the_model_is_known(tmp_path):
@@ -272,57 +606,26 @@ def test_every_end_of_turn_of_the_model_is_known(tmp_path):
     assert load(tmp_path / "model")[1] == {5, 6, 7}
     (tmp_path / "model" / "generation_config.json").unlink()
     assert load(tmp_path / "model")[1] == {5, 6, 7}
+    with pytest.raises(InputError, match="the tokenizer has no token <.absent.>: set one with --eos-token"):
+        load(TOY / "policy", eos_token="<|absent|>")
+    with pytest.raises(InputError, match="^--model /absent: "):
+        load("/absent")
 
 
-def test_a_failed_connection_is_no_missing_generation_config(monkeypatch):
-    """Then the EOS ids of the file were missing without a word. Not every model has the file."""
-    from_pretrained = data.GenerationConfig.from_pretrained
-    monkeypatch.setattr(data.GenerationConfig, "from_pretrained", lambda name: from_pretrained("some/model"))
-    monkeypatch.setattr(data, "is_offline_mode", lambda: False)
-    errors = []
-
-    def download(*arguments, **options):
-        raise errors.pop()
-
-    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", download)
-    missing = RemoteEntryNotFoundError.__new__(RemoteEntryNotFoundError)  # its __init__ needs a response
-    errors.append(missing)
-    args = dpo_humanline.Args(model=str(TOY / "policy"))
-    assert data.load_tokenizer(args)[1] == {5}
-    errors.append(LocalEntryNotFoundError("no connection"))
-    with pytest.raises(utils.InputError, match="^--model .*: OSError: We couldn't connect to"):
-        data.load_tokenizer(args)
-
-
-# --- what is left out ---
-
-
-def test_rows_that_cannot_train_are_counted_by_reason_and_the_others_keep_their_order(load):
-    good = [{"prompt": word, "chosen": "yes", "rejected": "no"} for word in ("one", "two", "three")]
-    empty = [PAIR | {"chosen": ""}, PAIR | {"rejected": " \n"}]
-    empty += [PAIR | {"chosen": [A("")], "rejected": [A("a")]}]
-    rows = [empty[0], good[0], *empty[1:], PAIR | {"chosen": "Go."}, good[1]]
-    rows += [PAIR | {"prompt": "x" * 30}, good[2]]
-    pairs, told = load(rows, max_prompt_length=20, max_length=26)
-    assert [x.prompt for x, _ in pairs] == ["one", "two", "three"]
-    assert re.search(": 3 of 8 rows; (.*)\n", told)[1].split("; ") == [
-        "3 skipped, the first in line 1: completion empty",
-        "1 skipped, the first in line 5: chosen equals rejected",
-        "1 skipped, the first in line 7: prompt longer than --max-prompt-length",
-    ]
-    groups, told = load([PAIR | {"prompt": prompt} for prompt in ("", " \n", [U("")])])
-    assert groups == [] and "3 skipped, the first in line 1: prompt empty" in told
-
-
-def test_lengths_leave_room_for_a_token(load):
-    length = len(load([PAIR])[0][0][0].prompt_ids)
-    rows = [PAIR, PAIR | {"prompt": "Hi!"}, PAIR]
-    for longest in ({"max_prompt_length": length}, {"max_length": length + 1}):
-        groups, told = load(rows, **longest)
-        assert [x.prompt for x, _ in groups] == ["Hi", "Hi"] and "1 skipped, the first in line 2: " in told
-
-
-# --- masks ---
+@pytest.mark.parametrize("unknown", [None, "<|im_end|>"])
+@pytest.mark.parametrize("appended", ["<|im_end|>", "</s>"])
+def test_what_the_tokenizer_appends_to_a_text_is_in_no_prompt(unknown, appended):
+    """A </s> stood between prompt and completion if --eos-token named another token."""
+    tokenizer = bytes_or_pieces("bytes", None)
+    tokenizer.unk_token = unknown
+    single = f"<s> $A {appended}"
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", appended)]
+    post = processors.TemplateProcessing(single=single, special_tokens=ids)
+    tokenizer.backend_tokenizer.post_processor = post
+    assert tokenizer.decode(tokenizer("Why?").input_ids) == f"<s>Why?{appended}"
+    # "?I" would be a token.
+    assert encode(tokenizer, "Why?", "It is.") == ["<s>Why?", "It is.<|im_end|>"]
+    assert encode(tokenizer, f"Why?{appended}", "It is.") == [f"<s>Why?{appended}", "It is.<|im_end|>"]
 
 
 def test_mask_is_one_at_completion_tokens_and_padding_changes_no_log_probability():
@@ -336,3 +639,478 @@ def test_mask_is_one_at_completion_tokens_and_padding_changes_no_log_probability
         logps = token_logps(model, input_ids, mask)
         by_end = token_logps(model, torch.where(input_ids == 0, 5, input_ids), mask)
     assert torch.equal(logps, by_end) and [(row != 0).sum().item() for row in logps] == [3, 1, 3]
+
+
+# === Tokens are the text ===
+
+QUESTION, ANSWER = "Why is\nthe sky blue?", "Because \\frac{1}{2}\n\n  of it scatters."
+NOT_ITS_TEXT = "its tokens are not its text: unknown characters, a special token that is split, or an EOS"
+
+
+def changed(kind: str) -> PreTrainedTokenizerFast:
+    """Makes a byte-level tokenizer with a part that loses or changes characters."""
+    tokenizer = bytes_or_pieces("bytes")
+    raw = tokenizer.backend_tokenizer
+    if kind == "spaces":  # what LlamaTokenizerFast makes of a byte-level tokenizer.json in transformers 5.21
+        raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+        decoder = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        raw.decoder = decoders.Sequence(decoder)
+    else:
+        raw.normalizer = {
+            "backslashes": normalizers.Replace("\\", ""),
+            "line breaks": normalizers.Replace("\n", " "),
+            "runs of spaces": normalizers.Replace("  ", " "),
+            "case": normalizers.Lowercase(),
+            "zero width": normalizers.Replace("\u200b", ""),
+            "digits": normalizers.NFKC(),
+        }[kind]
+    return tokenizer
+
+
+CHANGES = ["spaces", "backslashes", "line breaks", "runs of spaces", "case", "zero width", "digits"]
+
+
+@pytest.mark.parametrize("in_prompt", [False, True])
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_row_that_the_tokenizer_changes_is_skipped(kind, in_prompt):
+    """All of them were trained without a word."""
+    text = "A sky is\nblue:\u200b  x² = \\frac{1}{2}"
+    conversation = (text, "Yes") if in_prompt else ("why", text)
+    assert len(encode(bytes_or_pieces("bytes"), *conversation)) == 2
+    with pytest.raises(data.SkipRow, match=NOT_ITS_TEXT):
+        encode(changed(kind), *conversation)
+
+
+@pytest.mark.parametrize("completion", [" yo\n", " yo\t", "\tyo", "y\no", " yo日", "日"])
+def test_an_unknown_character_anywhere_is_enough(completion):
+    """<unk> is an added token, and white space beside such tokens is ignored: it was trained."""
+    vocab = {token: i for i, token in enumerate(["<unk>", "</s>", *" yoQ"])}
+    raw = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
+    raw.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", eos_token="</s>")
+    assert encode(tokenizer, "Q", " yo") == ["Q", " yo</s>"]
+    with pytest.raises(data.SkipRow, match=NOT_ITS_TEXT):
+        encode(tokenizer, "Q", completion)
+
+
+def test_one_unknown_word_is_enough():
+    """Up to half of a row's tokens could be unknown."""
+    tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
+    assert len(encode(tokenizer, "for king", "rose iris lily")) == 2
+    for prompt, completion in (("for Anna", "rose iris lily"), ("for king", "rose iris Anna lily")):
+        with pytest.raises(data.SkipRow, match=NOT_ITS_TEXT):
+            encode(tokenizer, prompt, completion)
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_a_tokenizer_may_choose_the_form_of_a_character(form):
+    """Qwen's normalizes to NFC. Both forms are the same text by Unicode's definition."""
+    tokenizer = bytes_or_pieces("bytes")
+    tokenizer.backend_tokenizer.normalizer = getattr(normalizers, form)()
+    for text in ("Zoe\u0308 naïve", "한국어"):
+        prompt, answer = encode(tokenizer, text, text)
+        assert unicodedata.normalize(form, text) in prompt and unicodedata.normalize(form, text) in answer
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("template", [CHATML, None])
+def test_the_space_that_sentencepiece_adds_is_no_change(legacy, template):
+    """legacy: also after every special token, as Llama 2's does."""
+    tokenizer = bytes_or_pieces("pieces", template)
+    raw = tokenizer.backend_tokenizer
+    if legacy:
+        raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        raw.pre_tokenizer = None
+    answer = ANSWER if template else f" {ANSWER}"
+    prompt, text = encode(tokenizer, QUESTION, answer)
+    assert QUESTION in prompt and ANSWER in text
+
+
+def test_a_special_token_may_absorb_the_white_space_beside_it():
+    """Phi-3's do."""
+    tokenizer = bytes_or_pieces("bytes")
+    plain = encode(tokenizer, QUESTION, ANSWER)
+    tokens = json.loads(tokenizer.backend_tokenizer.to_str())
+    for token in tokens["added_tokens"]:
+        token["rstrip"] = token["lstrip"] = True
+    raw = Tokenizer.from_str(json.dumps(tokens))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", bos_token="<s>")
+    tokenizer.chat_template = CHATML
+    expected = [plain[0].replace("<|im_end|>\n<|im", "<|im_end|><|im"), plain[1]]
+    assert encode(tokenizer, QUESTION, ANSWER) == expected
+
+
+def test_spaces_before_punctuation_are_no_change():
+    """Some tokenizers' `decode` removes them by default, but their tokens keep them."""
+    tokenizer = bytes_or_pieces("bytes")
+    tokenizer.clean_up_tokenization_spaces = True
+    assert len(encode(tokenizer, QUESTION, "Yes , it is . Do n't ask !")) == 2
+
+
+def test_a_bos_token_that_is_also_the_unknown_token_is_no_change():
+    """OPT's is one token for all."""
+    tokenizer = bytes_or_pieces("bytes", None)
+    end = tokenizer.eos_token
+    tokenizer.bos_token = tokenizer.unk_token = end
+    post = processors.TemplateProcessing(single=f"{end} $A", special_tokens=[(end, tokenizer.eos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = post
+    assert encode(tokenizer, "Who?", " Me.") == [f"{end}Who?", f" Me.{end}"]
+
+
+def test_runs_of_spaces_may_be_added_tokens():
+    """GPT-NeoX, Phi and OLMo have such tokens."""
+    tokenizer = bytes_or_pieces("bytes")
+    tokenizer.add_tokens(["  ", "    ", "\n\n"])
+    text = "def f():\n\n\n      return     1"
+    assert encode(tokenizer, text, text)[1] == f"{text}<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [CHATML, None])
+@pytest.mark.parametrize("completion", ["It is<|im_end|> cold.", "<|im_end|>It is cold."])
+def test_a_completion_that_spells_an_eos_token_is_skipped(completion, template):
+    """It was trained as its part before the EOS token, and counted as complete."""
+    with pytest.raises(data.SkipRow, match=NOT_ITS_TEXT):
+        encode(bytes_or_pieces("bytes", template), "Weather?", "Warm.", completion)
+
+
+@pytest.mark.parametrize("template", [CHATML, None])
+def test_an_eos_token_that_a_completion_ends_with_is_its_end(template):
+    tokenizer = bytes_or_pieces("bytes", template)
+    whole, spelled = encode(tokenizer, "Weather?", "Cold.", "Cold.<|im_end|>")[1:]
+    assert whole == spelled == "Cold.<|im_end|>"
+
+
+SPLIT = [  # a template, and a pair one of whose texts spells an added token
+    (CHATML, PAIR),
+    (None, PAIR | {"chosen": "Hello!<|im_end|>"}),
+    (None, PAIR | {"prompt": "<s>Hi"}),
+    (None, PAIR | {"rejected": "Go <tool>."}),
+]
+
+
+@pytest.mark.parametrize(("template", "row"), SPLIT)
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+def test_an_added_token_that_a_text_spells_is_one_id_or_skips_the_row(load, kind, template, row, adds_bos):
+    """`split_special_tokens` in tokenizer_config.json made every <|im_start|> ten tokens, without a word."""
+    tokenizer = bytes_or_pieces(kind, template)
+    tokenizer.add_tokens(["<tool>"])  # not a special token
+    if adds_bos:
+        bos = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", tokenizer.convert_tokens_to_ids("<s>"))]
+        )
+        tokenizer.backend_tokenizer.post_processor = bos
+    if kind == "pieces":  # between prompt and completion, a SentencePiece tokenizer needs a space
+        row = row | {key: f" {row[key]}" for key in ("chosen", "rejected")}
+    (pair,), _ = load([row], tokenizer, [tokenizer.eos_token_id])
+    ids = {token for example in pair for token in (*example.prompt_ids, *example.completion_ids)}
+    for token in ("<|im_end|>", "<s>", "<tool>"):
+        assert token not in str(row) or tokenizer.convert_tokens_to_ids(token) in ids
+    tokenizer.backend_tokenizer.encode_special_tokens = True  # transformers sets it for this setting
+    tokenizer.split_special_tokens = True
+    if "<tool>" in str(row):
+        return  # the setting splits special tokens alone
+    groups, told = load([row], tokenizer, [tokenizer.eos_token_id])
+    assert groups == [] and f"row 1: {NOT_ITS_TEXT}" in told
+
+
+# === Templates ===
+
+TEMPLATES = files("trl") / "chat_templates"
+NAMES = sorted(path.name for path in TEMPLATES.iterdir() if path.name.endswith(".jinja"))
+CAPITAL, PARIS = "What is the capital of France?", "It is Paris, as ever.\nNo other."
+# DeepSeek's and Nemotron's render an answered prompt in another way; the others want parts, not texts.
+REFUSED = ("deepseek", "nemotron", "idefics", "llava", "smolvlm")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+@pytest.mark.parametrize("name", NAMES)
+def test_under_any_template_tokens_are_those_of_the_whole_conversation(name, kind):
+    tokenizer = bytes_or_pieces(kind, (TEMPLATES / name).read_text())
+    if name.startswith(REFUSED):
+        with pytest.raises(Exception, match="when an answer follows|changes or drops|no attribute 'text'"):
+            encode_ids(tokenizer, CAPITAL, PARIS)
+        return
+    prompt_ids, ids = encode_ids(tokenizer, [U(CAPITAL)], PARIS)
+    assert (prompt_ids,) == encode_ids(tokenizer, [U(CAPITAL)]) == encode_ids(tokenizer, CAPITAL)
+    text = data.render(tokenizer, [U(CAPITAL), A(PARIS)])
+    whole = tokenizer(text, add_special_tokens=False).input_ids
+    *before_end, end = prompt_ids + ids
+    assert before_end == whole[: len(before_end)] and end == tokenizer.eos_token_id
+    assert PARIS in tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_think.jinja", "qwen3_6.jinja"])
+def test_a_thought_that_the_prompt_begins_is_part_of_the_completion(name):
+    tokenizer = bytes_or_pieces("bytes", (TEMPLATES / name).read_text())
+    thought = "<think>\nFrance.\n</think>\n\nParis."
+    prompt, completion = encode(tokenizer, CAPITAL, thought)
+    assert prompt.endswith("<think>\n")
+    assert completion == thought.removeprefix("<think>\n") + tokenizer.eos_token
+
+
+LOSSY = [
+    "m.content | replace('\\\\', '')",
+    "m.content | replace('\n', ' ')",
+    "m.content | replace('  ', ' ')",
+    "m.content | lower",
+    "m.content.split('\n')[0]",
+    "m.content | tojson",
+]
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+@pytest.mark.parametrize("lossy", LOSSY)
+def test_a_template_that_changes_a_message_skips_the_row(lossy, role):
+    """White space and backslashes were not compared."""
+    template = CHATML.replace("{{ m.content }}", f"{{{{ ({lossy}) if m.role == '{role}' else m.content }}}}")
+    prompt, answer = (ANSWER, "Yes") if role == "user" else ("Why?", ANSWER)
+    assert len(encode(bytes_or_pieces("bytes"), prompt, answer)) == 2
+    with pytest.raises(data.SkipRow, match="the chat template changes or drops the content of a message"):
+        encode(bytes_or_pieces("bytes", template), prompt, answer)
+
+
+KNOWN_ROLES = CHATML.replace("messages %}", "messages if m.role in ('user', 'assistant') %}")
+LAST_TURN = CHATML.replace("in messages", "in messages[-1:]")
+NO_THOUGHT = CHATML.replace("m.content }}", "m.content.split('</think>')[-1] }}")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "template"),
+    [
+        ([S("Be brief"), U("Hi")], "Yes", KNOWN_ROLES),
+        ([U("Hi"), {"role": "critic", "content": "Bad"}], "Yes", KNOWN_ROLES),
+        ([U("Hi"), A("Yes?"), U("Why")], "So", LAST_TURN),
+        ([U("Hi")], "<think>\nHm\n</think>\nYes", NO_THOUGHT),
+        ([U("Hi")], "Yes", "<|im_start|><|im_end|>"),
+    ],
+)
+def test_a_row_whose_text_the_template_loses_cannot_train(prompt, answer, template):
+    with pytest.raises(data.SkipRow, match="the chat template changes or drops the content of a message"):
+        encode(bytes_or_pieces("bytes", template), prompt, answer)
+
+
+def test_a_template_may_move_a_system_message_and_strip_the_ends_of_a_message():
+    system_last = "{% for m in messages[1:] %}{{ m.content }}<|im_end|>{% endfor %}{{ messages[0].content }}"
+    assert encode(bytes_or_pieces("bytes", system_last), [S("Be brief"), U("Hi")]) == ["Hi<|im_end|>Be brief"]
+    tokenizer = bytes_or_pieces("bytes", CHATML.replace("m.content", "m.content | trim"))
+    assert encode(tokenizer, f"\n{QUESTION}  ", f" {ANSWER}\n")[1] == f"{ANSWER}<|im_end|>"
+
+
+def test_a_template_that_changes_the_prompt_once_answered_is_refused():
+    """DeepSeek-R1-Distill's begins the answer with a thought, in the prompt alone."""
+    thinking = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    changing = "{% if not add_generation_prompt %}for {% endif %}" + CHATML
+    for template in (thinking, changing):
+        with pytest.raises(InputError, match="renders a prompt differently when an answer follows"):
+            encode(bytes_or_pieces("bytes", template), QUESTION, ANSWER)
+
+
+def test_keys_that_arrow_fills_with_nulls_are_not_rendered():
+    strict = "{% for m in messages if 'tool_calls' in m %}{{ raise_exception('one call only') }}{% endfor %}"
+    tokenizer = bytes_or_pieces("bytes", strict + CHATML)
+    null = {"tool_calls": None, "name": None}
+    assert encode(tokenizer, [U("Hi") | null], "Yes") == encode(tokenizer, "Hi", "Yes")
+
+
+def test_a_template_that_writes_the_date_writes_the_same_one_tomorrow():
+    """A resumed run compares the hash of its data's tokens."""
+    tokenizer = bytes_or_pieces("bytes", (TEMPLATES / "llama3_2.jinja").read_text())
+    assert "Today Date: 26 Jul 2024" in data.render(tokenizer, [U("Hi")])
+
+
+ENDS = [("<|im_end|>\n", False), ("", False), ("</s>", True), ("<|end_header_id|>\n<|im_end|>", True)]
+
+
+@pytest.mark.parametrize(("end", "warned"), ENDS)
+def test_an_answer_that_ends_with_another_token_than_an_eos_token_warns(capsys, end, warned):
+    """A base model with ChatML: its samples ran on, and their text hid it."""
+    tokenizer = bytes_or_pieces("bytes", CHATML.replace("<|im_end|>\n", end))
+    data.warn_about_end(tokenizer, {tokenizer.eos_token_id})
+    told = capsys.readouterr().out
+    assert told.startswith("warning: the chat template ends an answer with ") == warned
+    assert ("--eos-token" in told) == warned
+
+
+def test_the_warning_comes_when_the_tokenizer_is_loaded(capsys, tmp_path):
+    (tmp_path / "own.jinja").write_text(
+        "{% for m in messages %}<|user|> {{ m.content }} <|user|> {% endfor %}"
+    )
+    args = dict(model=str(TOY / "policy"), chat_template=str(tmp_path / "own.jinja"))
+    data.load_tokenizer(dpo_humanline.Args(**args))
+    assert "ends an answer with '<|user|>'" in capsys.readouterr().out
+    data.load_tokenizer(dpo_humanline.Args(**args, eos_token="<|user|>"))
+    data.load_tokenizer(dpo_humanline.Args(model=args["model"]))
+    assert capsys.readouterr().out == ""
+
+
+# === Real tokenizers ===
+# Those that mistral_common ships, with Mistral's and Zephyr's template, in three kinds: tekken (bytes,
+# 131,072 tokens); SentencePiece as transformers converts it; SentencePiece as in the tokenizer.json files of
+# Llama 2 and Zephyr, which begins the text after every special token with a space.
+
+SOURCES = {
+    "tekken": "tekken_240718.json",
+    "sentencepiece": "mistral_instruct_tokenizer_240323.model.v3",
+    "llama2": "tokenizer.model.v1",
+}
+ZEPHYR = (  # renders as zephyr-7b-beta's
+    "{% for m in messages %}\n{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token }}"
+    "\n{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
+)
+REAL = SHARED / "preferences" / "pairs.jsonl"
+real = pytest.mark.skipif(not REAL.exists(), reason=f"the 299 real pairs are not at {REAL}")
+TURNS = [S("Be brief."), U(CAPITAL), A("It is Paris."), U("Et de l'Italie?\n(en français)")]
+
+
+def source(kind: str) -> str:
+    return str(files("mistral_common") / "data" / SOURCES[kind])
+
+
+def convert(kind: str, folder: Path):
+    """Makes one of mistral_common's tokenizers transformers' own, with a chat template."""
+    from mistral_common.integrations.chat_templates.chat_templates import convert_tokenizer_to_chat_template
+    from transformers.integrations.mistral import convert_tekken_tokenizer
+
+    if kind == "tekken":
+        return convert_tekken_tokenizer(source(kind))  # with the template that mistral_common writes for it
+    (folder / "tokenizer.model").write_bytes(Path(source(kind)).read_bytes())
+    tokenizer = LlamaTokenizer.from_pretrained(folder, add_bos_token=True)
+    (folder / "tokenizer.model").unlink()
+    if kind == "sentencepiece":
+        tokenizer.chat_template = convert_tokenizer_to_chat_template(source(kind))
+        return tokenizer
+    raw = tokenizer.backend_tokenizer
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    raw.pre_tokenizer = None
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=raw, chat_template=ZEPHYR, **tokens)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a tokenizer of that kind, with the config of a model."""
+
+    @cache
+    def make(kind: str) -> Path:
+        path = tmp_path_factory.mktemp(kind)
+        tokenizer = convert(kind, path)
+        MistralConfig(vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=2).save_pretrained(path)
+        tokenizer.save_pretrained(path)
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def real_tokenizer(folder):
+    """A kind's tokenizer as the scripts load it, once."""
+    return cache(lambda kind: data.load_tokenizer(dpo_humanline.Args(model=str(folder(kind))))[0])
+
+
+def whole_ids(tokenizer, prompt, completion: str, begin: int) -> list[int]:
+    """Returns the tokens of the whole conversation as transformers makes them.
+
+    They end with the first EOS token at or after `begin`; those of a plain text, with one that is added.
+    """
+    if isinstance(prompt, str):
+        return [*tokenizer(prompt + completion).input_ids, tokenizer.eos_token_id]
+    ids = tokenizer.apply_chat_template([*prompt, A(completion)], tokenize=True, return_dict=False)
+    return ids[: ids.index(tokenizer.eos_token_id, begin) + 1]
+
+
+@real
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "template"),
+    [*((kind, "its own") for kind in SOURCES), ("tekken", "none"), ("sentencepiece", "none")],
+)
+def test_prompt_and_completion_are_the_whole_rendering_on_all_real_pairs(
+    load, monkeypatch, real_tokenizer, kind, template
+):
+    tokenizer, rows = real_tokenizer(kind), read_rows(REAL)
+    if template == "none":
+        monkeypatch.setattr(tokenizer, "chat_template", None)
+        for row in rows:
+            turns = [f"{m['role'].title()}: {m['content']}" for m in row["prompt"]]
+            row["prompt"] = "\n".join([*turns, "Assistant:\n"])
+            row |= {key: row[key][0]["content"] for key in ("chosen", "rejected")}
+    groups, told = load(rows, tokenizer, [2], max_prompt_length=20_000, max_length=40_000)
+    assert "rows.jsonl: 299 of 299 rows;" in told
+    for row, group in zip(rows, groups, strict=True):
+        for example, completion in zip(group, (row["chosen"], row["rejected"]), strict=True):
+            text = completion if isinstance(completion, str) else completion[0]["content"]
+            whole = whole_ids(tokenizer, row["prompt"], text, len(example.prompt_ids))
+            assert [*example.prompt_ids, *example.completion_ids] == whole
+            assert tokenizer.decode(example.completion_ids).strip() == text.strip() + tokenizer.eos_token
+
+
+@pytest.mark.parametrize("kind", [pytest.param("tekken", marks=pytest.mark.slow), "sentencepiece"])
+def test_tokens_are_those_of_mistrals_own_encoder(real_tokenizer, kind):
+    """An oracle without templates. Runs of spaces are left out: transformers' conversion of SentencePiece
+    splits them otherwise ("▁▁(" is ▁▁ and ( there, ▁ and ▁( here)."""
+    from mistral_common.protocol.instruct.request import ChatCompletionRequest
+    from mistral_common.protocol.instruct.validator import ValidationMode
+    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
+    tokenizer, rows = real_tokenizer(kind), []
+    encoder = MistralTokenizer.from_file(source(kind), mode=ValidationMode.finetuning)
+    if REAL.exists():
+        rows = [(row["prompt"], row["chosen"][0]["content"]) for row in read_rows(REAL)]
+        rows = [row for row in rows if kind == "tekken" or "  " not in str(row)]
+        assert len(rows) > 200
+    for prompt, completion in [(TURNS, "Rome, bien sûr."), *rows]:
+        prompt_ids, ids = encode_ids(tokenizer, prompt, completion)
+        answered = ChatCompletionRequest(messages=[*prompt, A(completion)])
+        assert prompt_ids + ids == encoder.encode_chat_completion(answered).tokens
+
+
+@pytest.mark.parametrize("kind", [pytest.param("tekken", marks=pytest.mark.slow), "sentencepiece", "llama2"])
+def test_where_a_token_would_span_prompt_and_completion_nothing_comes_in_between(
+    monkeypatch, real_tokenizer, kind
+):
+    """SentencePiece begins a text of its own with a space: such a row is skipped."""
+    tokenizer = real_tokenizer(kind)
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    for prompt in ("Where?\nAnswer:", "Where?</s>", "Q: Where?\nA: ", "[INST] Where? [/INST]"):
+        for completion in ("It is Paris.", "(Paris)", '"Paris"', " Paris", "\nParis", ": Paris"):
+            try:
+                prompt_ids, ids = encode_ids(tokenizer, prompt, completion)
+            except data.SkipRow:
+                prompt_ids, ids = tokenizer(prompt).input_ids, tokenizer(prompt + completion).input_ids
+                assert kind != "tekken" and ids[: len(prompt_ids)] != prompt_ids
+                continue
+            assert prompt_ids == tokenizer(prompt).input_ids
+            whole = tokenizer.decode(tokenizer(prompt + completion).input_ids)
+            assert tokenizer.decode([*prompt_ids, *ids[:-1]]) == whole, (prompt, completion)
+
+
+STORIES = SHARED / "model-stories260K"  # SentencePiece without a template
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "llama2", "stories"])
+def test_a_reward_model_reads_a_sample_with_the_space_that_the_data_has(monkeypatch, real_tokenizer, kind):
+    """The tokens of a text, as if they had been sampled, are the text again."""
+    if kind == "stories" and not STORIES.exists():
+        pytest.skip(f"no model in {STORIES}")
+    tokenizer = AutoTokenizer.from_pretrained(STORIES) if kind == "stories" else real_tokenizer(kind)
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    prompt = "Once upon a time,"
+    for text in (" there was a girl.\nHer name was Zoë.", "\nthere was", " (a girl) ", "!"):
+        prompt_ids, ids = encode_ids(tokenizer, prompt, text)
+        example = Example(prompt, prompt_ids)
+        sampled = sampling.decode_completion(tokenizer, example, ids[:-1])
+        assert sampled == (text.rstrip(" ") if kind == "stories" else text)  # its normalizer strips the end
+        sample = example._replace(text=sampled)
+        assert sampling.reward_input(tokenizer, "\n", sample) == f"{prompt}\n{sampled}</s>"
+
+
+@pytest.mark.slow
+def test_a_folder_with_mistrals_own_file_has_the_tokens_of_its_tokenizer_json(folder, tmp_path):
+    """With mistral_common installed, as vLLM has it, transformers would take tekken.json and no template."""
+    for path in [*folder("tekken").iterdir(), Path(source("tekken"))]:
+        (tmp_path / path.name.replace("tekken_240718", "tekken")).symlink_to(path)
+    expected, _ = data.load_tokenizer(dpo_humanline.Args(model=str(folder("tekken"))))
+    tokenizer, eos_ids = data.load_tokenizer(dpo_humanline.Args(model=str(tmp_path)))
+    assert eos_ids == {2} and tokenizer.eos_token == "</s>"
+    assert encode_ids(tokenizer, TURNS) == encode_ids(expected, TURNS)

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -280,6 +281,46 @@ def test_sharded_models_have_the_logits_of_the_unsharded_one_bit_for_bit(folders
     run_ranks(ranks, folders, compare_models)
 
 
+def measure_loading(script, folder: str):
+    """Prints the peak of the summed memory of all ranks while they load, in bytes beyond what they had."""
+    run.setup(Args(model="any", dataset="any", dtype="float32"), batch_size=12)
+    load(script, f"{folder}-small", "bfloat16")  # for the imports, and what is allocated once
+    pids, readings, done = run.gather(os.getpid()), [], threading.Event()
+
+    def read():  # pages that ranks share count once
+        rollups = [open(f"/proc/{pid}/smaps_rollup").read() for pid in pids]
+        readings.append(sum(int(text.partition("\nPss:")[2].split()[0]) for text in rollups) * 1024)
+
+    def watch():
+        while not done.wait(0.02):
+            read()
+
+    read()
+    torch.distributed.barrier()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    models = load(script, folder, "bfloat16")
+    torch.distributed.barrier()
+    done.set()
+    thread.join()
+    parameters = sum(p.numel() for p in models[0].parameters())
+    print("\n" + json.dumps({"peak": max(readings) - readings[0], "parameters": parameters}))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_machine_share_the_pages_of_the_files(tmp_path):
+    """The policy takes 4 bytes a parameter, the reference 2, as the files. A copy on each rank takes more."""
+    sizes = SIZES | {"hidden_size": 768, "intermediate_size": 3072, "head_dim": 64, "vocab_size": 8000}
+    for name, layers in (("model", 9), ("model-small", 1)):
+        config = AutoConfig.for_model("llama", **sizes | {"num_hidden_layers": layers})
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(tmp_path / name, max_shard_size="80MB")
+    said = run_ranks(3, [str(tmp_path / "model")], measure_loading)
+    found = json.loads(next(line for line in said.splitlines() if line.startswith('{"peak"')))
+    assert found["parameters"] > 7e7 and found["peak"] < 1.2 * (4 + 2 + 2) * found["parameters"]
+
+
 def test_recomputed_activations_and_other_dtypes_train_the_same_curve(tmp_path):
     kinds = {  # flags and how far the loss may be from that of fp64
         "exact": ([], 0),
@@ -376,7 +417,7 @@ def rounds(tmp_path_factory):
 
 
 def test_best_and_worst_make_a_pair():
-    samples = [Example("", [1], [10 + i], reward) for i, reward in enumerate((0.3, 0.9, 0.1))]
+    samples = [Example("", [1], [10 + i], reward=reward) for i, reward in enumerate((0.3, 0.9, 0.1))]
     pair = best_and_worst(samples, 0.5)
     assert [(x.completion_ids, x.reward) for x in pair] == [([11], 0.9), ([12], 0.1)]
     assert best_and_worst(samples, 0.81) == () and best_and_worst(samples[:1] * 2, 0) == ()
@@ -428,7 +469,7 @@ def test_samples_are_truncated_after_they_are_scored_and_get_no_eos_token():
 
     def sample(policy, prompts, count, seed):
         completions = ([10] * 9 + [5], [11, 5], [12] * 9 + [5], [13, 5])
-        samples = [Example("x", [1, 2], ids, float(-number)) for number, ids in enumerate(completions)]
+        samples = [Example("x", [1, 2], ids, reward=float(-number)) for number, ids in enumerate(completions)]
         return [samples for _ in prompts], {}
 
     args = Args(max_length=6, round_prompts=2, samples_per_prompt=4)

@@ -9,14 +9,14 @@ from types import ModuleType
 import pytest
 import torch
 from datasets import Dataset
-from helpers import ROOT, agree, completion_logps, metrics, padded_groups, read_pool, run_here, run_layouts
-from transformers import AutoTokenizer
+from helpers import ROOT, agree, metrics, read_pool, read_rows, run_here, run_layouts, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 import grpo_humanline
 from grpo_humanline import Args, encode_row, group_advantages, grpo_loss, grpo_metrics, make_group
 from support.data import SkipRow, load_tokenizer
-from utils import Example
+from utils import Example, pad_rows
 
 TOY = ROOT / "toy" / "tales"
 RUN = ["--num-steps", "4", "--warmup-fraction", "0", "--batch-size", "16", "--lr", "3e-3", "--beta", "0.1"]
@@ -27,6 +27,23 @@ ONLINE = ["--online", "--engine", "hf", "--round-prompts", "10", "--max-new-toke
 ONLINE += ["--eval-samples", "4", "--num-steps", "5", "--batch-size", "32", "--checkpoint-every", "2"]
 ONLINE += ["--k", "2", "--warmup-fraction", "0", "--eval-dataset", ""]
 GRPO = ("loss", "grad_norm", "grpo/ratio_mean", "grpo/clip_fraction", "grpo/kl", "grpo/zero_advantage_groups")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> dict[str, str]:
+    """Files of tales: pairs, groups of four (every eighth with equal scores), these alone, prompts."""
+    folder = tmp_path_factory.mktemp("grpo")
+    rows = read_rows(TOY / "preferences_train.jsonl.gz")[:64]
+    groups = []
+    for number, (one, two) in enumerate(zip(rows[::2], rows[1::2])):
+        completions = [one["rejected"], two["chosen"], two["rejected"], one["chosen"]]
+        scores = [one["score_rejected"], two["score_chosen"], two["score_rejected"], one["score_chosen"]]
+        if number % 8 == 0:
+            scores = [0.5] * 4
+        groups.append({"prompt": one["prompt"], "completions": completions, "scores": scores})
+    prompts = [{"prompt": row["prompt"]} for row in rows]
+    files = {"pairs": rows, "groups": groups, "ties": groups[::8], "prompts": prompts}
+    return {name: write_rows(folder / f"{name}.jsonl", content) for name, content in files.items()}
 
 
 # === Loss and advantages ===
@@ -78,14 +95,6 @@ def test_advantages_by_hand():
         assert found == [pytest.approx(wanted, rel=1e-12), pytest.approx(wanted[::-1], rel=1e-12)]
 
 
-def test_a_reward_that_is_nan_is_not_hidden():
-    """It gave the whole group an advantage of 0, and such a run trained on nothing."""
-    assert group_advantages(torch.tensor([[1.0, math.nan], [1.0, 0.0]])).isnan().tolist() == [
-        [True] * 2,
-        [False] * 2,
-    ]
-
-
 def test_scores_that_are_too_close_make_no_pair_and_the_row_is_skipped_with_its_reason():
     tokenizer, eos_ids = load_tokenizer(Args(model=str(TOY / "policy")))
     row = {"prompt": "about cat", "completions": ["the small dog .", "the old cat ."], "scores": [1, 0]}
@@ -96,7 +105,9 @@ def test_scores_that_are_too_close_make_no_pair_and_the_row_is_skipped_with_its_
 
 
 def test_best_and_worst_make_a_group_of_two_and_a_larger_group_keeps_all():
-    examples = [Example("x", [1], [10 + i], reward) for i, reward in enumerate((0.1, 0.9, 0.9, 0.0, 0.0))]
+    examples = [
+        Example("x", [1], [10 + i], reward=reward) for i, reward in enumerate((0.1, 0.9, 0.9, 0.0, 0.0))
+    ]
     pair = make_group(Args(group_size=2, reward_threshold=0.5), examples)
     assert [(x.completion_ids, x.reward) for x in pair] == [([11], 0.9), ([13], 0.0)]
     assert make_group(Args(group_size=2, reward_threshold=0.91), examples) == ()
@@ -108,7 +119,7 @@ def test_best_and_worst_make_a_group_of_two_and_a_larger_group_keeps_all():
 def test_rewards_of_a_large_group_that_differ_by_less_than_the_threshold_are_equal():
     """The standard deviation of rounding errors would make advantages of them."""
     for rewards, threshold in (([0.3, 0.1 + 0.2, 0.3, 0.3], 0.01), ([0.1, 0.9, 0.5, 0.0], 0.91)):
-        examples = [Example("x", [1], [10 + i], reward) for i, reward in enumerate(rewards)]
+        examples = [Example("x", [1], [10 + i], reward=reward) for i, reward in enumerate(rewards)]
         group = make_group(Args(group_size=4, reward_threshold=threshold), examples)
         assert [x.completion_ids for x in group] == [[10], [11], [12], [13]]
         assert group_advantages(torch.tensor([[x.reward for x in group]])).tolist() == [[0.0] * 4]
@@ -119,10 +130,51 @@ def test_rewards_of_a_large_group_that_differ_by_less_than_the_threshold_are_equ
 HUMANLINE = ("--humanline", "--no-humanline")
 
 
+@pytest.fixture(scope="module")
+def two_steps(data, tmp_path_factory):
+    """Two steps of GRPO over all 32 groups at k = 1.
+
+    Returns what the second step logged, with and without humanline, and its policy and reference in float64.
+    """
+    folder = tmp_path_factory.mktemp("steps")
+    flags = "--num-steps 2 --k 1 --batch-size 128 --group-size 4 --warmup-fraction 0 --lr 3e-3 --beta 0.1"
+    flags += " --log-epsilon-P=-0.4 --log-epsilon-R 0.3 --checkpoint-every 0 --dataset"
+    flags = [*flags.split(), data["groups"], "--eval-dataset", ""]
+    logged = {}
+    for flag in HUMANLINE:
+        run = run_here(grpo_humanline, *flags, flag, "--output-dir", folder / flag)
+        logged[flag] = metrics(run)[1]
+    run_here(grpo_humanline, *flags, "--num-steps", "1", "--output-dir", folder / "one")
+    policy = AutoModelForCausalLM.from_pretrained(folder / "one" / "final").double()
+    return logged, policy, AutoModelForCausalLM.from_pretrained(TOY / "policy").double()
+
+
+def padded_groups(path) -> dict:
+    """Returns ids and masks of all sequences of groups of four, padded for TRL, and their advantages."""
+    tokenizer, eos_ids = load_tokenizer(Args(model=str(TOY / "policy")))
+    groups = [encode_row(Args(group_size=4), tokenizer, eos_ids, row) for row in read_rows(path)]
+    examples = [example for group in groups for example in group]
+    rewards = torch.tensor([[x.reward for x in group] for group in groups], dtype=torch.float64)
+    inputs = {"advantages": group_advantages(rewards).flatten()}
+    for name, side in (("prompt", "left"), ("completion", "right")):
+        ids = [getattr(example, f"{name}_ids") for example in examples]
+        inputs[f"{name}_ids"] = pad_rows(ids, "cpu", side=side).long()
+        inputs[f"{name}_mask"] = pad_rows([[1] * len(row) for row in ids], "cpu", side=side)
+    return inputs
+
+
+def completion_logps(model, inputs):
+    """Returns the log-probs of all completion tokens of `padded_groups`, (B, T)."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    seen = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    logits = model(input_ids=ids, attention_mask=seen).logits[:, inputs["prompt_ids"].shape[1] - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, inputs["completion_ids"][..., None])[..., 0]
+
+
 @pytest.mark.parametrize("flag", HUMANLINE)
-def test_loss_gradient_norm_and_metrics_of_a_step_by_hand(two_steps, grpo_data, flag):
+def test_loss_gradient_norm_and_metrics_of_a_step_by_hand(two_steps, data, flag):
     logged, policy, reference = two_steps
-    inputs = padded_groups(grpo_data["groups"])
+    inputs = padded_groups(data["groups"])
     mask = inputs["completion_mask"].bool()
     A = inputs["advantages"][:, None].expand_as(mask)[mask].tolist()
     logps = completion_logps(policy, inputs)[mask]
@@ -154,7 +206,7 @@ def test_loss_gradient_norm_and_metrics_of_a_step_by_hand(two_steps, grpo_data, 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_no_humanline_equals_trls_dapo_loss_with_the_same_old_log_probs(two_steps, grpo_data, tmp_path):
+def test_no_humanline_equals_trls_dapo_loss_with_the_same_old_log_probs(two_steps, data, tmp_path):
     """GRPOTrainer's own loss function on the same completions.
 
     Where the definitions differ: TRL multiplies k3 by the ratio unless use_bias_correction_kl is off; it
@@ -172,7 +224,7 @@ def test_no_humanline_equals_trls_dapo_loss_with_the_same_old_log_probs(two_step
         processing_class=AutoTokenizer.from_pretrained(TOY / "policy"),
     )
     trainer.current_gradient_accumulation_steps = 1
-    inputs = padded_groups(grpo_data["groups"])
+    inputs = padded_groups(data["groups"])
     with torch.no_grad():
         inputs["old_per_token_logps"] = inputs["ref_per_token_logps"] = completion_logps(reference, inputs)
     inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
@@ -187,7 +239,7 @@ def test_no_humanline_equals_trls_dapo_loss_with_the_same_old_log_probs(two_step
     assert mine["grpo/clip_fraction"] == pytest.approx(theirs["clip_ratio/region_mean"][0], rel=1e-5)
 
 
-def test_the_logged_loss_is_the_sum_that_backward_got(grpo_data, tmp_path, monkeypatch):
+def test_the_logged_loss_is_the_sum_that_backward_got(data, tmp_path, monkeypatch):
     """Dr. GRPO divides by a constant. Its loss was logged as the mean over tokens."""
     source = Path(grpo_humanline.__file__).read_text()
     assert source.count("/ completion_tokens") == 1
@@ -195,23 +247,33 @@ def test_the_logged_loss_is_the_sum_that_backward_got(grpo_data, tmp_path, monke
     edited.__file__ = grpo_humanline.__file__
     monkeypatch.setitem(sys.modules, "dr_grpo", edited)
     exec(source.replace("/ completion_tokens", "/ 1000"), vars(edited))
-    flags = [*RUN, "--num-steps", "1", "--batch-size", "128", *GROUPS, grpo_data["groups"]]
+    flags = [*RUN, "--num-steps", "1", "--batch-size", "128", *GROUPS, data["groups"]]
     (step,) = metrics(run_here(edited, *flags, "--output-dir", tmp_path / "run"))
-    inputs = padded_groups(grpo_data["groups"])
+    inputs = padded_groups(data["groups"])
     lengths = inputs["completion_mask"].sum(1)  # at step 0 every ratio is 1
     assert step["loss"] == pytest.approx(-(inputs["advantages"] * lengths).sum().item() / 1000, rel=1e-6)
 
 
-def test_a_round_whose_rewards_are_all_equal_ends_the_run(grpo_data, tmp_path, monkeypatch):
+def test_a_round_whose_rewards_are_all_equal_ends_the_run(data, tmp_path, monkeypatch):
     monkeypatch.setattr(grpo_humanline, "SCORE", lambda samples: [1.0] * len(samples))
-    flags = [*ONLINE, "--eval-samples", "0", "--group-size", "4", "--dataset", grpo_data["prompts"]]
+    flags = [
+        *ONLINE,
+        "--eval-samples",
+        "0",
+        "--reward-model",
+        "",
+        "--group-size",
+        "4",
+        "--dataset",
+        data["prompts"],
+    ]
     with pytest.raises(SystemExit, match="no prompt's rewards differ"):
         run_here(grpo_humanline, *flags, "--output-dir", tmp_path / "run")
 
 
 # === Layouts and rounds ===
 
-JOBS = {  # pairs, groups, ... stand for the files of `grpo_data`
+JOBS = {  # pairs, groups, ... stand for the files of `data`
     "pairs": [*RUN, "--dataset", "pairs"],
     "groups": [*RUN, *GROUPS, "groups"],
 }
@@ -229,9 +291,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(grpo_data, folder):
+def runs(data, folder):
     """{name: metrics for every layout}, the whole batch on one rank first."""
-    jobs = {name: [grpo_data.get(flag, flag) for flag in flags] for name, flags in (JOBS | ROUNDS).items()}
+    jobs = {name: [data.get(flag, flag) for flag in flags] for name, flags in (JOBS | ROUNDS).items()}
     return run_layouts(folder, jobs, LAYOUTS, "grpo_humanline")
 
 
@@ -268,13 +330,13 @@ def test_rounds_keep_all_samples_of_a_group_or_the_best_and_the_worst(runs, fold
 @pytest.mark.parametrize(
     ("kind", "of_groups"), [("pairs", {"accuracy", "margin"}), ("prompts", set()), ("ties", set())]
 )
-def test_pairs_and_prompts_can_be_evaluated_and_ties_are_no_pairs(grpo_data, tmp_path, kind, of_groups):
+def test_pairs_and_prompts_can_be_evaluated_and_ties_are_no_pairs(data, tmp_path, kind, of_groups):
     run = [*RUN, "--num-steps", "1", "--engine", "hf", "--max-new-tokens", "20", "--eval-samples", "4"]
-    run += ["--beta", "0", "--dataset", grpo_data["pairs"], "--eval-dataset", grpo_data[kind]]
+    run += ["--beta", "0", "--dataset", data["pairs"], "--eval-dataset", data[kind]]
     if kind == "ties":
-        run += ["--dataset", grpo_data["groups"], "--group-size", "4"]
+        run += ["--dataset", data["groups"], "--group-size", "4"]
     run_here(grpo_humanline, *run, "--output-dir", tmp_path / "run")
     after = json.loads((tmp_path / "run" / "summary.json").read_text())["after"]
-    names = of_groups | {"reward", "win_rate", "length", "finished"}
+    names = of_groups | {"reward", "win_rate", "length", "finished", "kl"}
     assert after.keys() == {f"eval/{name}" for name in names}
     assert after.get("eval/margin", [1])[0] > 0.1

@@ -162,7 +162,7 @@ def test_evaluation_is_pass_at_1_over_problems(runs, folder):
     summary = json.loads((folder / "0" / "humanline" / "summary.json").read_text())
     accuracy, error, count = summary["before"]["eval/accuracy"]
     assert 0 < accuracy < 1 and accuracy * 16 == round(accuracy * 16) and error > 0
-    names = {"accuracy", "format", "tag_count", "reward", "finished", "length"}
+    names = {"accuracy", "format", "tag_count", "reward", "finished", "length", "kl"}
     assert set(summary["after"]) == {f"eval/{name}" for name in names}
     means = {name: summary["after"][f"eval/{name}"][0] for name in names}
     assert means["reward"] == pytest.approx(8 * means["accuracy"] + means["format"] + means["tag_count"])

@@ -4,7 +4,6 @@ Each test here holds one of them. A test may go only together with the behaviour
 look alike hold different faults.
 """
 
-import gzip
 import importlib
 import io
 import json
@@ -18,7 +17,6 @@ import sys
 import time
 from types import SimpleNamespace
 
-import datasets
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,10 +34,7 @@ from conftest import (
     start_ranks,
     write_rows,
 )
-from test_not_silent import EACH, USER, encode
 from test_passes import PADDED, build, count_positions
-from test_templates import PROMPT, TEMPLATES, bytes_or_pieces
-from test_templates import encode as encode_one
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import (
     AutoConfig,
@@ -55,8 +50,7 @@ import grpo_humanline
 import grpo_math_humanline
 import kto_humanline
 import utils
-from support import data, grading, run, sampling
-from support.data import SkipRow
+from support import grading, run, sampling
 from utils import Example
 
 SHORT = ["--dataset", PAIRS, "--eval-dataset", "", "--num-steps", "2", "--batch-size", "4"]
@@ -186,77 +180,6 @@ def test_shards_that_divide_the_ranks_are_accepted(monkeypatch):
         run.check_flags(dpo_humanline.Args(dataset="any", shard_size=size), 8)
 
 
-# --- data ---
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
-def test_a_file_is_read_anew_although_its_name_and_time_are_the_same(kind, tmp_path):
-    """A cache that knew a file by its path and time gave the rows of yesterday's."""
-    path = tmp_path / f"rows.{kind}"
-    for word in ("rose", "iris"):
-        rows = [{"prompt": word}]
-        if kind == "parquet":
-            datasets.Dataset.from_list(rows).to_parquet(path)
-        else:
-            text = json.dumps(rows[0]).encode()
-            path.write_bytes(gzip.compress(text) if kind.endswith("gz") else text)
-        os.utime(path, (10**9, 10**9))
-        assert [row for _, row in data.read_rows(str(path), "train")] == rows
-
-
-def test_a_folder_in_the_place_of_a_file_is_named(tmp_path):
-    (tmp_path / "rows.jsonl").mkdir()
-    for path in (tmp_path / "rows.jsonl", tmp_path):
-        with pytest.raises(utils.InputError, match=f"^{path}: "):
-            list(data.read_rows(str(path), "train"))
-
-
-@pytest.mark.parametrize("name", ALL_SCRIPTS)
-@pytest.mark.parametrize("row", [None, "text", 5, ["prompt"]], ids=repr)
-def test_a_row_that_is_no_object_is_told(name, row):
-    script = importlib.import_module(name)
-    with pytest.raises(utils.InputError, match="a row must be an object"):
-        script.encode_row(script.Args(), None, set(), row)
-
-
-@pytest.mark.parametrize("label", [None, -1, 2, "yes", []], ids=repr)
-def test_a_label_that_is_not_true_or_false_is_told(label):
-    row = {"prompt": "about cat", "completion": "the cat .", "label": label}
-    with pytest.raises(utils.InputError, match="label must be true or false|no value for 'label'"):
-        kto_humanline.encode_row(kto_humanline.Args(), None, set(), row)
-
-
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        ("{{ messages[0].content.no_such.thing }}", "no_such"),
-        ("{% for m in messages %}{{ m.content", "unexpected end of template"),
-        ("{{ 1 // 0 }}", "by zero"),
-        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
-    ],
-)
-def test_what_a_template_raises_is_told_of_the_template(template, said):
-    tokenizer = bytes_or_pieces("bytes", template)
-    with pytest.raises(utils.InputError, match=f"^the chat template: .*{said}"):
-        encode_one(tokenizer, PROMPT)
-
-
-def test_a_template_file_that_is_no_text_names_its_flag(tmp_path):
-    (tmp_path / "own.jinja").write_bytes(b"\xff\xfe{{ messages }}")
-    args = dpo_humanline.Args(model=str(TOY / "policy"), chat_template=str(tmp_path / "own.jinja"))
-    with pytest.raises(utils.InputError, match="^--chat-template"):
-        data.load_tokenizer(args)
-
-
-@pytest.mark.parametrize("name", ["qwen3_5_think.jinja", "qwen3_6.jinja"])
-def test_thinking_that_the_prompt_begins_is_part_of_the_completion(name):
-    tokenizer = bytes_or_pieces("bytes", (TEMPLATES / name).read_text())
-    told = "<think>\nFrance.\n</think>\n\nParis."
-    prompt_ids, ids = encode_one(tokenizer, PROMPT, told)
-    assert tokenizer.decode(prompt_ids).endswith("<think>\n")
-    assert tokenizer.decode(ids) == told.removeprefix("<think>\n") + tokenizer.eos_token
-
-
 # --- sequences ---
 
 
@@ -271,14 +194,6 @@ def test_a_log_prob_of_exactly_zero_stays_in_the_mask(one_rank):
     means.add({"loss": logps + 1}, mask)
     means.add({"loss": logps}, mask)
     assert means.reduce() == {"loss": 0.5}
-
-
-def test_a_run_that_does_not_sample_needs_no_positions_for_samples():
-    """Otherwise GPT-2, with 1024 positions, could not train with the default of --max-new-tokens."""
-    groups = [(Example("", [1] * 5, [2] * 7),)]
-    assert data.longest_sequence(dpo_humanline.Args(), groups) == 12
-    assert data.longest_sequence(dpo_humanline.Args(eval_dataset="x"), groups) == 5 + 2048
-    assert data.longest_sequence(grpo_math_humanline.Args(), groups, online=True) == 5 + 2048
 
 
 def test_a_pass_of_an_evaluation_is_as_wide_as_its_own_longest_sequence(one_rank):
@@ -561,22 +476,6 @@ def test_a_folder_beside_the_checkpoints_is_none(whole, tmp_path, name):
     (folder / "checkpoints" / name).mkdir()
     run_here(dpo_humanline, "--resume", folder, "--num-steps", "3")
     assert len(metrics(folder)) == 3
-
-
-@pytest.mark.parametrize("completion", [None, "rose"])
-def test_a_message_that_is_repeated_must_be_rendered_twice(completion):
-    once = EACH.replace("in messages", "in (messages[1:] if messages[0] == messages[1] else messages)")
-    with pytest.raises(SkipRow, match="changes or drops the content"):
-        encode([USER, USER], completion, once)
-    assert encode([USER, USER], completion)[0]
-
-
-def test_an_empty_template_file_is_told(tmp_path):
-    """The texts were joined as if no template was wanted."""
-    (tmp_path / "own.jinja").write_text("")
-    args = dpo_humanline.Args(model=str(TOY / "policy"), chat_template=str(tmp_path / "own.jinja"))
-    with pytest.raises(utils.InputError, match="--chat-template"):
-        data.load_tokenizer(args)
 
 
 @pytest.mark.parametrize("keeps", ["m.content[:-3]", "m.content | upper", "m.content.split('</think>')[-1]"])

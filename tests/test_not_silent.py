@@ -4,77 +4,14 @@ import re
 
 import pytest
 import torch
-from conftest import TOY
 from test_passes import SIZES, build
-from tokenizers import Tokenizer, decoders, models
-from transformers import AutoConfig, AutoTokenizer, Phi3Config, PreTrainedTokenizerFast
+from transformers import AutoConfig, Phi3Config
 
 import utils
-from support import data, run
-from support.data import SkipRow
+from support import run
 from utils import InputError
 
-EACH = "{% for m in messages %}<|user|> {{ m.content }} <|end|> {% endfor %}"
-USER = {"role": "user", "content": "for king"}
-ANSWER = {"role": "assistant", "content": "rose iris"}
-
-
-def encode(prompt, completion=None, template=EACH):
-    """Token ids with the toy's tokenizer and a template."""
-    tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
-    tokenizer.chat_template = template
-    completions = [] if completion is None else [completion]
-    return data.encode(tokenizer, {tokenizer.eos_token_id}, prompt, completions)
-
-
 # --- three walls: what they stop would train on wrong tokens, and no metric would show it ---
-
-SYSTEM = {"role": "system", "content": "for queen"}
-CRITIC = {"role": "critic", "content": "for clerk"}
-KNOWN_ROLES = EACH.replace("messages %}", "messages if m.role in ('user', 'assistant') %}")
-LAST_TURN = EACH.replace("in messages", "in messages[-1:]")
-SYSTEM_LAST = """{% for m in messages if m.role != 'system' %}<|user|>
-{% if loop.last %}{{ messages[0].content }} {% endif %}{{ m.content }} <|end|>{% endfor %}"""
-
-
-@pytest.mark.parametrize("completion", [None, "rose iris"])
-@pytest.mark.parametrize(
-    ("prompt", "template"),
-    [
-        ([SYSTEM, USER], KNOWN_ROLES),
-        ([USER, CRITIC], KNOWN_ROLES),
-        ([USER, ANSWER, SYSTEM | {"role": "user"}], LAST_TURN),
-        ([USER], "<|user|> <|end|>"),
-    ],
-)
-def test_a_row_whose_text_the_template_loses_cannot_train(prompt, template, completion):
-    with pytest.raises(
-        (SkipRow, InputError), match="changes or drops|not once it is answered|must have a role"
-    ):
-        encode(prompt, completion, template)
-
-
-@pytest.mark.parametrize("template", [EACH, SYSTEM_LAST])
-def test_a_system_message_may_stand_elsewhere(template):
-    assert encode([SYSTEM, USER, ANSWER, CRITIC | {"role": "user"}], template=template)[0]
-
-
-def test_a_template_that_changes_the_prompt_once_answered_is_refused():
-    changing = "{% if not add_generation_prompt %}for {% endif %}" + EACH
-    with pytest.raises(InputError, match="not once it is answered: pass another --chat-template"):
-        encode("for king", "rose iris", changing)
-
-
-@pytest.mark.parametrize("completion", [None, "Paris, as ever."])
-def test_own_data_do_not_train_the_toy(completion):
-    with pytest.raises(SkipRow, match="its tokens are not its text"):
-        encode("What is the capital of France?", completion)
-
-
-def test_keys_that_arrow_fills_with_nulls_are_not_rendered():
-    strict = "{% for m in messages if 'tool_calls' in m %}{{ raise_exception('one call only') }}{% endfor %}"
-    null = {"tool_calls": None, "name": None}
-    assert encode([USER | null], "rose", strict + EACH) == encode([USER], "rose")
 
 
 # --- the model ---
@@ -144,13 +81,3 @@ def test_a_token_that_the_head_does_not_have_is_nan(bias, monkeypatch):
     targets = torch.tensor([599, 600, 7])
     logps = utils.HeadLogps.apply(hidden, targets, weight, weight[:, 0] if bias else None, None, 1.0)
     assert logps.isnan().tolist() == [False, True, False]
-
-
-def test_a_text_that_the_tokenizer_drops_cannot_train():
-    raw = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate("abc|")}, merges=[]))
-    raw.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="|")
-    assert data.encode(tokenizer, {3}, "ab", ["ca", "b"]) == ([0, 1], [[2, 0, 3], [1, 3]])
-    for dropped, reason in (("日本", "its tokens are not its text"), ("", "completion empty")):
-        with pytest.raises(SkipRow, match=reason):
-            data.encode(tokenizer, {3}, "ab", ["ca", dropped])

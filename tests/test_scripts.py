@@ -283,23 +283,3 @@ def test_the_math_script_trains_smollm2_and_its_final_folder_answers(smollm2, tm
     inputs = tokenizer.apply_chat_template(question, **options)
     ids = model.generate(**inputs, do_sample=False, max_new_tokens=32)
     assert "Paris" in tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :])
-
-
-@pytest.mark.slow
-def test_packed_log_probs_and_gradients_of_smollm2_are_those_of_a_plain_forward_pass(smollm2):
-    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
-    args = dpo_humanline.Args(model=smollm2)
-    tokenizer, eos_ids = data.load_tokenizer(args)
-    examples = []
-    for question, answers in list(QUESTIONS.items())[:2]:
-        examples += data.encode(args, tokenizer, eos_ids, question, answers)
-    input_ids, mask = utils.pad_batch(examples, "cpu")
-    names = ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"]
-    parameters = [model.get_parameter(name) for name in names]
-    expected = full_logps(model, input_ids, mask)
-    wanted = torch.autograd.grad(expected.sum(), parameters)
-    assert utils.choose_attention(model, 100) == "loop"
-    found = utils.token_logps(model, input_ids, mask)
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
-    for gradient, other in zip(torch.autograd.grad(found.sum(), parameters), wanted):
-        assert (gradient - other).norm() < 1e-4 * other.norm()

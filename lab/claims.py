@@ -1,0 +1,623 @@
+"""The ledger: which number of which page comes from which csv. tests/test_pages.py reads it.
+
+Sentences and headings are free. A number that is a result is checked in one of four ways:
+
+1. An interval, "0.07 [0.04, 0.11]", in any page: it must be the difference of two arms (`intervals`). If the
+   number links to a line of a csv, [+0.07](../lab/differences.csv#L3), it must be the one of this line.
+2. A mean with half of its interval, "0.76 ± 0.02", in any page: it must be the one of an arm (`halves`).
+3. A column of a table in lab/NAME/README.md whose head is a column of the csv in code font, `judge`: each
+   cell must be the mean of the arm that its row names, "GRPO: offline" or "offline". So a new column needs no
+   code.
+4. Any other number: an entry in CLAIMS. Write a function that computes the words from a csv, as below, and
+   add Claim("docs/results.md", "stories.csv", function). A claim holds if one of its pages (separated by
+   spaces) has all of its words, each as often as all claims on this page ask for. "0.65" may be "65%", too.
+
+Other decimal numbers in lab/NAME/README.md must at least be among the numbers of the study (`numbers`).
+"""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from itertools import combinations, product
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from lab import compare
+from lab.compare import path_of, read, scores
+
+HUMANLINE = "offline + humanline"
+PAPERS = ("humanline, paper's ε and β", "offline, paper's ε and β")
+TUNED_BETA = ("humanline, tuned β", "offline, no clip, tuned β")
+STUDIES = ("instances", "tasks", "stories", "baselines", "stories and baselines", "hypo", "controls", "sums")
+STUDIES += ("gap", "clipping", "parity", "syncing", "dpo", "stale", "chat")
+MINIATURES = ("figure1", "figure5", "figure5_dpo", "figure6", "figure7", "figure8", "figure10", "table6")
+MEASURED = ("judge", "eval/reward", "eval/accuracy", "curve", "late", "kl", "finished", "trigrams", "fluency")
+MEASURED += ("eval/accuracy@16", "eval/accuracy@32", "eval/loss", "eval/length", "eval/finished", "clipped")
+
+# The planned tests over which Holm's correction is made: {study: [(group, first, second)]}
+BOTH = ((HUMANLINE, "offline"), ("online", HUMANLINE))
+PLANNED = {
+    "instances": [(group, HUMANLINE, "offline") for group in ("KTO", "GRPO")],
+    "stories": [(group, *pair) for group in ("GRPO", "KTO", "DPO") for pair in BOTH],
+    "baselines": [(group, *PAPERS) for group in ("GRPO", "KTO", "DPO")],
+    "hypo": [("DPO", HUMANLINE, "HyPO"), ("DPO", "HyPO", "offline")],
+    "controls": [
+        ("game", "humanline, k=16", "no clip"),
+        ("game", "humanline, k=16", "syncing alone, k=16"),
+        ("game", "clipping alone", "no clip"),
+        ("game", "humanline, k=16", "IcePop"),
+    ],
+    "sums": [
+        ("sums", "humanline", "ε 0.2"),
+        ("sums", "humanline", "no clip"),
+        ("sums", "online", "humanline"),
+    ],
+    "gap": [("sums", "online", "ε 0.2")],
+    "dpo": [("DPO", f"offline + humanline, k={k}", "offline") for k in (16, 1)]
+    + [("DPO", "online", f"offline + humanline, k={k}") for k in (16, 1)],
+}
+
+
+class Claim(NamedTuple):
+    pages: str  # names of pages, separated by spaces
+    source: str  # csv
+    words: Callable[[], list[str]]  # the numbers as they are written
+
+
+def written(places: int, *values: float) -> list[str]:
+    """Writes numbers with so many places and a true minus."""
+    return [f"{value + 1e-9:.{places}f}".replace("-", "−") for value in values]
+
+
+def powers(*values: float) -> list[str]:
+    """Writes numbers as 3e-7, and 0 as 0."""
+    return [f"{value:.0e}".replace("e-0", "e-") if value else "0" for value in values]
+
+
+# === Generic numbers of a study ===
+def interval_of(leads: np.ndarray) -> tuple:
+    """Returns the mean of paired differences, and its 95% interval."""
+    half = stats.t.ppf(0.975, len(leads) - 1) * leads.std(ddof=1) / np.sqrt(len(leads))
+    return leads.mean(), leads.mean() - half, leads.mean() + half
+
+
+def welch_interval(first: np.ndarray, second: np.ndarray) -> tuple:
+    """Returns the difference of two means, and its 95% interval by Welch's test."""
+    parts = [values.var(ddof=1) / len(values) for values in (first, second)]
+    freedom = sum(parts) ** 2 / sum(part**2 / (len(v) - 1) for part, v in zip(parts, (first, second)))
+    half = stats.t.ppf(0.975, freedom) * np.sqrt(sum(parts))
+    mean = first.mean() - second.mean()
+    return mean, mean - half, mean + half
+
+
+@cache
+def tables(study: str) -> list[tuple[str, str, pd.DataFrame]]:
+    """Returns (group, metric, scores) of all groups and metrics that are measured in a study."""
+    rows = read(study)
+    metrics = [metric for metric in MEASURED if metric in rows and rows[metric].notna().any()]
+    return [
+        (group, metric, scores(study, group, metric))
+        for group, metric in product(rows.group.unique(), metrics)
+    ]
+
+
+@cache
+def differences(study: str) -> list[tuple]:
+    """Returns (mean, low, high) of all pairs of arms, in both directions."""
+    found = []
+    for _, _, table in tables(study):
+        for pair in combinations(table, 2):
+            if table.index.name == "instance":
+                both = table[[*pair]].dropna()
+                first, second = both.to_numpy().T
+                enough = len(both) > 2
+                line = interval_of(first - second) if enough else None
+            else:
+                first, second = (table[arm].dropna().to_numpy() for arm in pair)
+                line = welch_interval(first, second) if min(len(first), len(second)) > 1 else None
+            if line:
+                found += [line, (-line[0], -line[2], -line[1])]
+    return found
+
+
+@cache
+def halves(study: str) -> list[tuple]:
+    """Returns (mean, half of its interval) of all arms."""
+    found = []
+    for _, _, table in tables(study):
+        found += [(values.mean(), compare.half_interval(values)) for _, values in table.items()]
+    return found
+
+
+def settings_of(study: str) -> pd.Series:
+    """Returns the command of each tuning run without what differs between runs of one setting."""
+    rows = read(study, "tuning")
+    return rows.command.str.replace(
+        r"--seed \d+|--out \S+|(?:instances|stories)/\d+|--tuning \d+", "", regex=True
+    )
+
+
+@cache
+def tuning(study: str, metric: str = "") -> pd.Series:
+    """Returns the mean of each setting in the tuning, by group and arm."""
+    rows = read(study, "tuning")
+    rows = rows.assign(setting=settings_of(study), group=rows.group.str.split().str[0])
+    return rows.groupby(["group", "arm", "setting"])[metric or compare.metric_of(study)].mean()
+
+
+@cache
+def numbers(study: str) -> np.ndarray:
+    """Returns the numbers that a page of a study may name: means, single scores, differences, p-values."""
+    found = [line[0] for line in differences(study)] + [abs(line[0]) for line in differences(study)]
+    for _, _, table in tables(study):
+        found += [*table.mean(), *table.to_numpy().ravel()]
+    if len(read(study, "tuning")):
+        metrics = [metric for metric in MEASURED if metric in read(study, "tuning")]
+        found += [value for metric in metrics for value in tuning(study, metric)]
+    found += p_values(study)
+    for group, metric in product(read(study).group.unique(), ("judge", "late", "curve", "eval/reward")):
+        found.append(compare.before_training(study, group, metric))
+    return np.array(found)
+
+
+@cache
+def p_values(study: str) -> list[float]:
+    """Returns the p-values of the planned tests, with and without Holm's correction, or those of a figure."""
+    if study not in PLANNED:
+        return against_the_first(study) if study in MINIATURES else []
+    margin = 0.02 if study == "controls" else compare.MARGIN
+    lines = [compare.difference(study, *pair, margin=margin) for pair in PLANNED[study]]
+    p = [line.p for line in lines]
+    return (
+        p + compare.holm(p) + [value for line in lines for value in (line.p_signed_rank, line.p_equivalent)]
+    )
+
+
+def against_the_first(study: str) -> list[float]:
+    """Returns the p-values of a figure: each arm against the first one of its panel, also with Holm's."""
+    found = []
+    rows = read(study)
+    for metric in ("eval/reward", "judge", "eval/accuracy", "curve"):
+        p = []
+        for panel, panel_rows in rows.groupby("panel", sort=False):
+            first, *others = panel_rows.arm.unique()
+            if metric in rows and panel_rows[metric].notna().all():
+                p += [compare.difference(study, panel, arm, first, metric).p for arm in others]
+        found += p + compare.holm(p)
+    return found
+
+
+# === Differences that are not of two arms of one study ===
+def effects(*without: str) -> list[tuple]:
+    """Returns the main effects of syncing, clipping and ε in `syncing`, by least squares."""
+    rows = read("syncing")
+    rows = rows[(rows.arm != "k=1") & ~rows.arm.isin(without)]
+    parts = rows.arm.str.split(", ", expand=True)
+    columns = [parts[0] == "k=16", parts[1] == "clip", parts[2] == "ε 0.5", parts[2] == "ε 2"]
+    X = np.column_stack([np.ones(len(rows)), *columns]).astype(float)
+    y = rows.judge.to_numpy()
+    weights, *_ = np.linalg.lstsq(X, y, rcond=None)
+    freedom = len(y) - X.shape[1]
+    errors = np.sqrt(np.diag(np.linalg.inv(X.T @ X)) * ((y - X @ weights) ** 2).sum() / freedom)
+    half = stats.t.ppf(0.975, freedom) * errors
+    return [*zip(weights, weights - half, weights + half)][1:]
+
+
+def pooled_syncing() -> tuple:
+    """Returns what syncing is worth at ε 0.15, with and without clipping together."""
+    rows = read("syncing")
+    rows = rows[rows.arm.str.endswith("ε 0.15")]
+    synced = rows.arm.str.startswith("k=16")
+    return welch_interval(rows[synced].judge, rows[~synced].judge)
+
+
+def leads_of_clipping(study: str, panels: list[str]) -> list[np.ndarray]:
+    """Returns clipping − no clipping, paired by seed, for each panel and for the mean of all."""
+    leads = []
+    for panel in panels:
+        table = scores(study, panel)
+        leads.append((table["clipping"] - table["no clipping"]).to_numpy())
+    return [*leads, np.mean(leads, axis=0)]
+
+
+def worst_quarter(arm_scores: np.ndarray) -> np.ndarray:
+    """Returns the mean of the lowest quarter of the scores along the last axis."""
+    return np.sort(arm_scores)[..., : arm_scores.shape[-1] // 4].mean(-1)
+
+
+def worst_quarters(group: str, first: str, second: str) -> tuple:
+    """Compares each arm's own worst quarter of `tasks`, by a bootstrap over tasks with both arms' scores."""
+    arms = [scores("tasks", group)[arm].to_numpy() for arm in (first, second)]
+    drawn = np.random.default_rng(0).integers(20, size=(20_000, 20))
+    draws = worst_quarter(arms[0][drawn]) - worst_quarter(arms[1][drawn])
+    return worst_quarter(arms[0]) - worst_quarter(arms[1]), *np.quantile(draws, (0.025, 0.975))
+
+
+def score_at(row: pd.Series, nats: float) -> float:
+    """Returns the judge's score of a run of `stories` when it first reached a KL, between two checkpoints."""
+    steps = range(0, 121, 15)
+    for step, following in zip(steps, steps[1:]):
+        if row[f"kl@{following}"] >= nats:
+            kls = [row[f"kl@{step}"], row[f"kl@{following}"]]
+            return np.interp(nats, kls, [row[f"judge@{step}"], row[f"judge@{following}"]])
+    return np.nan
+
+
+def at_equal_distance(group: str, first: str, second: str, nats: float) -> tuple:
+    """Compares two arms of `stories` at an equal KL, over the draws in which both reach it."""
+    rows = read("stories").query("group == @group")
+    rows = rows.assign(score=rows.apply(score_at, axis=1, nats=nats))
+    table = rows.pivot(index="instance", columns="arm", values="score")
+    return interval_of((table[first] - table[second]).dropna().to_numpy())
+
+
+def gain_of_the_last_steps() -> tuple:
+    """Returns by how much more humanline gains than ε 0.2 from step 16 to step 32 of `sums`."""
+    gains = scores("sums", "sums", "eval/accuracy@32") - scores("sums", "sums", "eval/accuracy@16")
+    return interval_of((gains["humanline"] - gains["ε 0.2"]).to_numpy())
+
+
+def cost_at_the_last_step() -> tuple:
+    """Returns online − ε 0.2 at step 32, a mean of `sums` and `gap`, by kind."""
+    both = [scores(study, "sums", "eval/accuracy@32") for study in ("sums", "gap")]
+    leads = [table["online"] - table["ε 0.2"] for table in both]
+    return interval_of(((leads[0] + leads[1]) / 2).to_numpy())
+
+
+def loss_of_a_doubling() -> tuple:
+    """Returns what the reward of `figure8` loses with each doubling of k, from 16 on."""
+    rows = read("figure8")
+    k = rows.arm.str.removeprefix("k=").astype(int)
+    fit = stats.linregress(np.log2(k[k >= 16]), rows["eval/reward"][k >= 16])
+    half = fit.stderr * stats.t.ppf(0.975, (k >= 16).sum() - 2)
+    return fit.slope, fit.slope - half, fit.slope + half
+
+
+def at_equal_shares() -> tuple:
+    """Returns GRPO's lead on stories at equal shares of texts that end, half of its interval, and r²."""
+    judge, ended = (scores("baselines", "GRPO", column) for column in ("judge", "finished"))
+    lead, more = (table[TUNED_BETA[0]] - table[TUNED_BETA[1]] for table in (judge, ended))
+    fit = stats.linregress(more, lead)
+    return fit.intercept, fit.intercept_stderr * stats.t.ppf(0.975, len(lead) - 2), fit.rvalue**2
+
+
+def games_at_a_high_rate() -> pd.DataFrame:
+    """Returns the tuning scores of `controls` at 3e-4, by seed and arm (one game)."""
+    rows = read("controls", "tuning")
+    return rows[rows.lr == 3e-4].pivot_table("curve", "seed", "arm")
+
+
+@cache
+def special_halves() -> list[tuple]:
+    """Returns (mean, half of its interval) of means that are not an arm's."""
+    table = games_at_a_high_rate()
+    lead = table["humanline, k=16"] - table["no clip"]
+    return [at_equal_shares()[:2], (lead.mean(), compare.half_interval(lead)), *OF_THE_PAPER]
+
+
+@cache
+def special_intervals() -> list[tuple]:
+    """Returns (mean, low, high) of the differences above, in both directions."""
+    rates = leads_of_clipping("clipping", ["lr 2e-3", "lr 4e-3"])
+    rates += leads_of_clipping("figure5_dpo", ["DPO on tales, lr 3e-4", "DPO on tales, lr 1e-3"])
+    found = [interval_of(leads) for leads in rates]
+    for group in ("KTO", "GRPO"):  # without the task that gives three fifths of the lead
+        table = scores("instances", group).drop("4")
+        found.append(interval_of((table[HUMANLINE] - table["offline"]).to_numpy()))
+    table = scores("controls", "game").drop("0")
+    found.append(interval_of((table["humanline, k=16"] - table["syncing alone, k=16"]).to_numpy()))
+    found += effects() + effects("k=16, clip, ε 2") + [pooled_syncing()]
+    found += [
+        worst_quarters("GRPO", HUMANLINE, arm) for arm in ("offline", "offline, ε 0.5", "offline, no clip")
+    ]
+    found.append(worst_quarters("KTO", HUMANLINE, "offline"))
+    for group, pair, nats in product(("GRPO", "KTO", "DPO"), BOTH, (5, 15)):
+        found.append(at_equal_distance(group, *pair, nats))
+    bounds = read("table6").query("arm == '[-1.0, 2.0]' and lr == 3e-4").judge
+    found.append(welch_interval(bounds, scores("figure5_dpo", "DPO on tales, lr 3e-4")["clipping"]))
+    found += [gain_of_the_last_steps(), cost_at_the_last_step(), loss_of_a_doubling()]
+    return found + [(-mean, -high, -low) for mean, low, high in found]
+
+
+@cache
+def intervals() -> np.ndarray:
+    """Returns (mean, low, high) of all differences, (N, 3)."""
+    found = [line for study in (*STUDIES, *MINIATURES) for line in differences(study)]
+    return np.array(found + special_intervals())
+
+
+# === Numbers that need a function of their own ===
+def real_run() -> list[str]:
+    curves = pd.read_csv(path_of("real_run")).pivot(index="step", columns="seed", values="accuracy")
+    return written(2, curves.iloc[0].mean(), curves.iloc[-1].mean(), *curves.iloc[-1])
+
+
+def sums_means() -> list[str]:
+    means = scores("sums", "sums").mean()
+    before = compare.before_training("sums", "sums")
+    return written(2, before, *means[["ε 0.2", "no clip", "humanline", "online"]])
+
+
+def cost_of_old_samples() -> list[str]:
+    """Returns online − ε 0.2: the mean with S = 16, and at step 32 with S = 16 and with S = 32."""
+    asked = [("sums", "late"), ("sums", "eval/accuracy@32"), ("gap", "eval/accuracy@32")]
+    tables = [scores(study, "sums", metric) for study, metric in asked]
+    return written(2, *[(table["online"] - table["ε 0.2"]).mean() for table in tables])
+
+
+def signed_sentences() -> list[str]:
+    """Returns the numbers of the five sentences of docs/results.md."""
+    leads = []
+    for study, group, pair in (
+        ("baselines", "GRPO", PAPERS),
+        ("baselines", "KTO", PAPERS),
+        ("controls", "game", ("humanline, k=16", "ε 0.2")),
+    ):
+        table = scores(study, group)
+        leads.append(table[pair[0]] - table[pair[1]])
+    wins = sum((lead > 0).sum() for lead in leads)
+    assert wins == sum(map(len, leads)) == 30  # "all thirty comparisons"
+    means = [lead.mean() for lead in leads]
+    ends = scores("controls", "game", "eval/accuracy").mean()
+    lost = ends["S = 1"] - ends["ε 0.2"]
+    recovered = [(ends[arm] - ends["ε 0.2"]) / lost for arm in ("humanline, k=16", "no clip")]
+    behind = ends["S = 1"] - ends["humanline, k=16"]
+    return [
+        *written(2, min(means), max(means)),
+        *written(3, behind),
+        *[f"{share:.0%}" for share in recovered],
+    ]
+
+
+def shares_that_the_clip_met() -> list[str]:
+    """Returns the shares of tokens beyond ±1.5 of humanline, in the rows of the table of differences."""
+    table = pd.read_csv(compare.LAB / "differences.csv")
+    table = table[(table.column == "control") | (table.row.str.contains("KTO, tales"))]
+    shares = []
+    for line in table.itertuples():
+        arm = HUMANLINE if line.runs == "stories and baselines" else line.first
+        shares.append(scores(line.runs, line.panel, "clipped")[arm].mean())
+    return powers(*shares)
+
+
+def ends_of_the_games() -> list[str]:
+    """Returns how far humanline ends behind no clip and behind online, and what clipping alone met."""
+    ends = scores("controls", "game", "eval/accuracy").mean()
+    behind = [ends[arm] - ends["humanline, k=16"] for arm in ("no clip", "S = 1")]
+    return [*written(3, *behind), f"{scores('controls', 'game', 'clipped')['clipping alone'].mean():.1%}"]
+
+
+def end_behind_no_clip() -> list[str]:
+    return ends_of_the_games()[:1]
+
+
+def rates_of_clipping() -> list[str]:
+    """Returns what clipping is worth at two and at four times the best rate."""
+    return written(2, *[leads.mean() for leads in leads_of_clipping("clipping", ["lr 2e-3", "lr 4e-3"])[:2]])
+
+
+def planned_k_of_dpo() -> list[str]:
+    return written(2, compare.difference("baselines", "DPO", *PAPERS).mean)
+
+
+def distances_of_the_tuned_arms() -> list[str]:
+    """Returns nats and shares of ended texts of GRPO's humanline and control, both with a tuned β."""
+    kl, ended = (scores("baselines", "GRPO", metric)[[*TUNED_BETA]].mean() for metric in ("kl", "finished"))
+    return [*written(0, *kl), *written(2, *ended)]
+
+
+def holm_of_sums() -> list[str]:
+    return written(2, p_values("sums")[5])
+
+
+def chat_means(phase: str, pairs: str, arm: str, lr: float) -> list[str]:
+    """Returns loss, accuracy and KL, means over seeds."""
+    rows = read("chat", phase).query("panel == @pairs and arm == @arm and lr == @lr")
+    loss, accuracy, kl = rows[["eval/loss", "eval/accuracy", "kl"]].mean()
+    return [*written(2, loss, accuracy), *written(0, abs(kl))]
+
+
+CHAT_ARMS = ("offline", "humanline, k=1", "humanline, k=16")
+
+
+def chat_of_both_kinds() -> list[str]:
+    """Returns the table of measured runs for own data: what was reported, and 5e-6 and offline's 2e-5."""
+    words = []
+    for arm in CHAT_ARMS:
+        rate = 1e-4 if arm == "offline" else 2e-5
+        words += chat_means("reported", "chat polite", arm, rate) + chat_means(
+            "reported", "chat harmless", arm, rate
+        )
+        words += chat_means("tuning", "chat polite", arm, 5e-6)
+    return words + chat_means("tuning", "chat polite", "offline", 2e-5)
+
+
+def chat_tuning() -> list[str]:
+    rates = sorted(read("chat", "tuning").lr.unique())
+    return [
+        word for lr in rates for arm in CHAT_ARMS for word in chat_means("tuning", "chat polite", arm, lr)
+    ]
+
+
+def loss_before_training() -> list[str]:
+    return written(3, np.log(2))
+
+
+def minutes_of_chat() -> list[str]:
+    minutes = read("chat", "").query("panel == 'chat polite'").seconds / 60
+    return written(0, minutes.min(), minutes.max())
+
+
+def k_of_dpo() -> list[str]:
+    """Returns DPO's scores on stories: k = 16 and 1 at 3e-4, k = 1 at 1e-4, tuned offline, and HyPO."""
+    stories, baselines, hypo = (scores(study, "DPO").mean() for study in ("stories", "baselines", "hypo"))
+    low = baselines["humanline, paper's β, k = 1's rate"]
+    return written(2, stories[HUMANLINE], baselines[PAPERS[0]], low, stories["offline"], hypo["HyPO"])
+
+
+def ends_of_the_default_run() -> list[str]:
+    """Returns the rewards at which DPO's offline run and default run end."""
+    rows = pd.read_csv(path_of("learning")).query("script == 'dpo' and step == 320")
+    return written(3, *rows.groupby("arm").score.mean()[["offline, lr 3e-3", "humanline"]])
+
+
+def ends_of_kto() -> list[str]:
+    rows = pd.read_csv(path_of("learning")).query("script == 'kto' and arm == 'humanline' and step == 320")
+    return written(2, rows.score.min(), rows.score.max())
+
+
+def before_low_entropy() -> list[str]:
+    return written(3, *[compare.before_training("dpo", "DPO", metric) for metric in ("judge", "eval/reward")])
+
+
+def before_tales() -> list[str]:
+    return written(
+        2, *[compare.before_training("parity", "GRPO", metric) for metric in ("judge", "eval/reward")]
+    )
+
+
+def before_the_game() -> list[str]:
+    return written(3, compare.before_training("stale", "S = 64", "eval/accuracy"))
+
+
+def high_rate() -> list[str]:
+    """Returns what no clip and humanline have in the tuning of `controls` at 3e-4."""
+    return written(2, *games_at_a_high_rate()[["no clip", "humanline, k=16"]].mean())
+
+
+def seeds_without_a_clip() -> list[str]:
+    return written(2, *sorted(games_at_a_high_rate()["no clip"]))
+
+
+def recovered_accuracy() -> list[str]:
+    """Returns the shares of the final accuracy that old samples cost which three arms recover."""
+    ends = scores("controls", "game", "eval/accuracy").mean()
+    arms = ["humanline, k=16", "no clip", "syncing alone, k=16"]
+    return written(2, *(ends[arms] - ends["ε 0.2"]) / (ends["S = 1"] - ends["ε 0.2"]))
+
+
+def best_rivals() -> list[str]:
+    """Returns the best setting of each rival in the tuning of `controls`."""
+    best = tuning("controls")["game"].groupby("arm").max()
+    return written(3, *best[["CISPO", "IcePop", "GSPO", "M2PO", "OAPL", "DPPO", "BAPO"]])
+
+
+def largest_fall() -> list[str]:
+    """Returns the largest fall of a humanline run of `controls` below its best evaluation so far."""
+    rows = read("controls").query("arm == 'humanline, k=16'")
+    curves = rows[[f"eval/accuracy@{step}" for step in range(32, 257, 32)]].T
+    return written(2, (curves.cummax() - curves).max().max())
+
+
+def times() -> list[str]:
+    """Returns the medians of the seconds of `time`: of all steps, and to online's score at half its steps."""
+    table = pd.read_csv(path_of("time"))
+    words, ends = [], {}
+    for (panel, arm), rows in table.groupby(["panel", "arm"]):
+        online = table[(table.panel == panel) & table.arm.isin(("S = 1", "online"))]
+        target = online.score[online.step == online.step.max() // 2].mean()
+        reached = rows[rows.score >= target].groupby("seed").seconds.min()
+        ends[panel, arm] = rows.groupby("seed").seconds.max().median()
+        if arm in ("online", "S = 1") or "offline + humanline" in arm and (panel, arm[-2:]) != ("GRPO", "16"):
+            words += written(1, ends[panel, arm], reached.median())
+    words += written(1, ends["S = 64", "humanline, k=16"])
+    for script in ("GRPO", "KTO"):
+        words += written(2, ends[script, "offline + humanline, k=32"] / ends[script, "online"])
+    return words
+
+
+def leads_at_checkpoints() -> list[str]:
+    """Returns GRPO's lead on stories at step 60 and at the end."""
+    leads = []
+    for step in (60, 120):
+        table = scores("stories", "GRPO", f"judge@{step}")
+        leads.append((table[HUMANLINE] - table["offline"]).mean())
+    return written(3, *leads)
+
+
+def best_settings_of_the_tuning() -> list[str]:
+    means = tuning("baselines")["GRPO"]
+    return written(3, means[TUNED_BETA[1]].max(), means[TUNED_BETA[0]].max())
+
+
+def shares_by_k() -> list[str]:
+    """Returns the shares beyond ±1.5 with k = 1 and 16 at 3e-4 on stories, of GRPO and of DPO."""
+    rows = read("stories", "tuning")
+    rows = rows[(rows.arm == HUMANLINE) & (rows.lr == 3e-4)]
+    flags = rows.command.str.findall(r"--(?:epsilon|beta) (\S+)")
+    k = rows.command.str.extract(r"--k (\d+)", expand=False)
+    found = []
+    for group, value in (("GRPO", "0.15"), ("DPO", "0.1")):
+        first = (rows.group == group) & (flags.str.join(" ") == value)
+        found += [rows[first & (k == count)].clipped.mean() for count in ("1", "16")]
+    return powers(*found)
+
+
+def scores_of_the_paper() -> list[str]:
+    """Returns Table 3's LC-WR of Llama3-8B, offline and with humanline."""
+    return "18.07 24.82 17.40 22.19 15.52 25.24".split()
+
+
+FRONT = "README.md docs/results.md docs/grpo_math.md docs/first_run.md"
+CLAIMS = [
+    Claim(FRONT, "real_run.csv", real_run),
+    Claim(FRONT, "sums.csv", sums_means),
+    Claim(FRONT, "sums.csv, gap.csv", cost_of_old_samples),
+    Claim(FRONT, "controls.csv, the tuning", high_rate),
+    Claim(FRONT, "the csvs of differences.csv", shares_that_the_clip_met),
+    Claim(FRONT, "controls.csv", ends_of_the_games),
+    Claim(FRONT, "clipping.csv", rates_of_clipping),
+    Claim(FRONT, "baselines.csv", planned_k_of_dpo),
+    Claim(FRONT, "baselines.csv", distances_of_the_tuned_arms),
+    Claim(FRONT, "sums.csv", holm_of_sums),
+    Claim(FRONT, "chat.csv", chat_of_both_kinds),
+    Claim("docs/dpo.md", "chat.csv", chat_tuning),
+    Claim("docs/dpo.md", "stories.csv, baselines.csv, hypo.csv", k_of_dpo),
+    Claim("docs/dpo.md", "learning.csv", ends_of_the_default_run),
+    Claim("docs/dpo.md", "untrained.csv", before_low_entropy),
+    Claim("lab/chat/README.md", "log 2", loss_before_training),
+    Claim("lab/chat/README.md docs/first_run.md", "chat.csv", minutes_of_chat),
+    Claim("lab/controls/README.md", "controls.csv, the tuning", seeds_without_a_clip),
+    Claim("lab/controls/README.md", "controls.csv", recovered_accuracy),
+    Claim("lab/controls/README.md", "controls.csv, the tuning", best_rivals),
+    Claim("lab/controls/README.md", "controls.csv", largest_fall),
+    Claim("lab/controls/README.md", "controls.csv", ends_of_the_games),
+    Claim("lab/miniatures/README.md", "the paper's Table 3", scores_of_the_paper),
+    Claim("lab/time/README.md", "time.csv", times),
+    Claim("lab/real_run/README.md", "real_run.csv", real_run),
+    Claim("docs/kto.md", "learning.csv", ends_of_kto),
+    Claim("docs/grpo.md", "untrained.csv", before_tales),
+    Claim("docs/grpo_math.md", "untrained.csv", before_the_game),
+    Claim("docs/grpo_math.md", "controls.csv, the tuning", high_rate),
+    Claim("docs/grpo_math.md", "controls.csv", end_behind_no_clip),
+    Claim("docs/replication.md", "controls.csv, the tuning", high_rate),
+    Claim("docs/replication.md", "stories.csv", leads_at_checkpoints),
+    Claim("docs/replication.md", "baselines.csv, the tuning", best_settings_of_the_tuning),
+    Claim("docs/replication.md", "stories.csv, the tuning", shares_by_k),
+]
+
+
+# === What the test asks ===
+NUMBER = r"[−+]?\d*\.\d+"
+INTERVAL = rf"({NUMBER})\S* \[({NUMBER}), ({NUMBER})\]"  # a difference and its 95% interval
+HALF = rf"({NUMBER}) ± ({NUMBER})"  # a mean and half of its interval
+OF_THE_PAPER = [(0.593, 0.019)]  # pages quote it
+
+
+def of_page(name: str) -> tuple[str, ...]:
+    """Returns the studies whose numbers lab/NAME/README.md may name."""
+    others = {"baselines": ("stories", "stories and baselines"), "hypo": ("stories",), "gap": ("sums",)}
+    if name == "miniatures":
+        return MINIATURES
+    return (name, *others.get(name, ())) if name in STUDIES else ()
+
+
+def plain(text: str) -> str:
+    """Returns a page's text without code, targets of links and emphasis, and with single spaces."""
+    text = re.sub(
+        r"^```.*?^```|`[^`\n]*`|\]\([^)\s]*\)|^\[[^]\n]+\]: [^\n]*$|[*\\]", "", text, flags=re.M | re.S
+    )
+    return " ".join(text.replace("[[", "[").split())

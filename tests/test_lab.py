@@ -1,0 +1,271 @@
+"""Tests lab/: statistics by hand, the runner, the judges' scores, and the toys that only lab/ uses."""
+
+import gzip
+import json
+import random
+from statistics import fmean
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from helpers import ROOT, read_rows, run_ranks
+from scipy import stats
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+import grpo_humanline
+from lab import claims, compare, run, score
+from support import data
+from toy import chat, stories
+
+STORIES = ROOT / "toy" / "stories"
+
+
+# === compare ===
+def test_a_paired_difference_is_students_by_hand():
+    leads = pd.Series([0.3, 0.1, 0.2, 0.4, 0.25])
+    found = compare.paired(leads, margin=0.1)
+    error = leads.std(ddof=1) / np.sqrt(5)
+    half = stats.t.ppf(0.975, 4) * error
+    assert found[:3] == pytest.approx((0.25, 0.25 - half, 0.25 + half))
+    assert found.p == pytest.approx(2 * stats.t.sf(0.25 / error, 4))
+    assert found.p_equivalent == pytest.approx(stats.t.cdf((0.25 - 0.1) / error, 4))
+    assert claims.interval_of(leads.to_numpy()) == pytest.approx(found[:3])
+
+
+def test_welchs_difference_by_hand():
+    first, second = pd.Series([1.0, 2.0, 4.0]), pd.Series([0.5, 0.7, 0.6, 0.9])
+    found = compare.welch(first, second, margin=0.5)
+    parts = first.var() / 3, second.var() / 4
+    error = np.sqrt(sum(parts))
+    freedom = sum(parts) ** 2 / (parts[0] ** 2 / 2 + parts[1] ** 2 / 3)
+    mean = first.mean() - second.mean()
+    half = stats.t.ppf(0.975, freedom) * error
+    assert found[:3] == pytest.approx((mean, mean - half, mean + half))
+    assert found.p_equivalent == pytest.approx(stats.t.cdf((mean - 0.5) / error, freedom))
+    assert claims.welch_interval(first.to_numpy(), second.to_numpy()) == pytest.approx(found[:3])
+
+
+def test_holms_correction_multiplies_and_never_decreases():
+    assert compare.holm([0.04, 0.01, 0.03, 0.9]) == pytest.approx([0.09, 0.04, 0.09, 0.9])
+
+
+def test_arms_are_paired_by_instance_after_seeds_are_averaged():
+    rows = pd.read_csv(compare.path_of("sums"))
+    rows = rows[(rows.phase == "reported") & rows.arm.isin(["online", "ε 0.2"])]
+    means = rows.groupby(["panel", "arm"]).late.mean().unstack()
+    leads = means["online"] - means["ε 0.2"]
+    assert len(leads) == 5
+    found = compare.difference("sums", "sums", "online", "ε 0.2")
+    assert found[:3] == pytest.approx((leads.mean(), *stats.ttest_1samp(leads, 0).confidence_interval()))
+
+
+def test_the_command_prints_every_arm_and_pair(capsys):
+    compare.main("gap")
+    lines = capsys.readouterr().out.splitlines()
+    assert "before training  0.177" in lines[2] and "online − ε 0.2  0.081 [−0.015, 0.176]" in lines[-1]
+
+
+def test_every_picture_is_drawn_and_every_committed_picture_is_among_them(tmp_path):
+    committed = {path.relative_to(compare.LAB).as_posix() for path in compare.LAB.glob("**/*.png")}
+    assert committed == set(compare.PICTURES)
+    for draw in compare.PICTURES.values():
+        figure = draw()
+        assert all(ax.has_data() for ax in figure.axes)
+        compare.plt.close(figure)
+
+
+def test_the_five_signed_sentences_have_their_numbers():
+    assert claims.signed_sentences() == ["0.11", "0.40", "0.012", "96%", "98%"]
+
+
+# === run and score ===
+SHORT = "--num-steps 2 --batch-size 16 --max-new-tokens 8 --eval-samples 4 --engine hf --checkpoint-every 0"
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """Returns the folder of a study of two runs, of which one fails, after making its runs."""
+    folder = tmp_path_factory.mktemp("study")
+    lines = [f"touch {folder}/prepared  # a preparation"]
+    command = f"python grpo_humanline.py {SHORT} --eval-every 1"
+    lines.append(f"toy | humanline | 3 | {command} --seed 7")
+    lines.append("toy | wrong | 3 | python grpo_humanline.py --k -1")
+    (folder / "commands.txt").write_text("\n".join(lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "commit", lambda: "abc1234")
+        run.main(folder / "commands.txt", jobs=1, score=True)
+    return folder
+
+
+def test_a_study_has_a_row_for_each_run_with_what_repeats_it(study):
+    rows = pd.read_csv(study / f"{study.name}.csv").set_index("arm")
+    assert (study / "prepared").exists() and list(rows.index) == ["humanline", "wrong"]
+    row = rows.loc["humanline"]
+    assert (row.panel, row.instance, row.seed, row.commit) == ("toy", 3, 7, "abc1234")
+    assert row.torch == torch.__version__ and row.processor and pd.isna(row.failed)
+    assert row["curve"] == pytest.approx((row["eval/reward@1"] + row["eval/reward"]) / 2)
+    assert -4 < row.judge < 1 and row.clipped == 0 and row.grad_norm_max > 0
+    assert rows.loc["wrong"].failed == "error: --k -1: it must not be negative"
+
+
+def test_a_study_that_was_stopped_goes_on(study, monkeypatch, capsys):
+    monkeypatch.setattr(run, "commit", lambda: "abc1234")
+    monkeypatch.setattr(run, "make_row", None)  # no run is left
+    run.main(study / "commands.txt")
+    assert "2 rows, of which 0 are new" in capsys.readouterr().out
+
+
+def plain_logps(folder, ids: list[int], first: int) -> list[float]:
+    """Computes the log-probs of ids[first:] with transformers, in float64."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad():
+        logps = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    return logps[:-1].gather(1, torch.tensor(ids[1:])[:, None])[first - 1 :, 0].tolist()
+
+
+def test_the_score_of_a_story_is_what_plain_transformers_finds_in_the_samples(monkeypatch):
+    """Judge, finished and fluency come from the first samples, KL from the second, by the sampled ids."""
+    initial = AutoModelForCausalLM.from_pretrained(STORIES / "policy").eval()
+    tokenizer = AutoTokenizer.from_pretrained(STORIES / "policy")
+    model, _ = stories.load_base()
+    prompts = [row["prompt"] for row in read_rows(STORIES / "prompts_test.jsonl.gz")[:8]]
+    drawn = []
+    sample_ids = stories.sample_ids
+
+    def sample_and_note(*args, **how):
+        drawn.append((how, sample_ids(*args, **how)))
+        return drawn[-1][1]
+
+    monkeypatch.setattr(stories, "sample_ids", sample_and_note)
+    found = score.score_story(model, initial, tokenizer, prompts)
+    (how, first), (plain, second) = drawn
+    assert (how, plain) == ({"temperature": 0.7, "top_p": 0.95}, {}) and len(first) == len(second) == 8
+    rows = stories.as_rows(tokenizer, prompts, first)
+    assert found["judge"] == pytest.approx(fmean(stories.judge_story(*row) for row in rows))
+    assert found["finished"] == fmean(row[2] for row in rows)
+
+    def total(folder, completions) -> float:
+        """Returns the log-prob of all completions."""
+        pairs = [(tokenizer(prompt).input_ids, ids) for prompt, ids in zip(prompts, completions)]
+        return sum(sum(plain_logps(folder, prompt + ids, len(prompt))) for prompt, ids in pairs)
+
+    assert found["fluency"] == pytest.approx(
+        total(STORIES / "policy", first) / sum(map(len, first)), abs=1e-4
+    )
+    kl = total(stories.BASE, second) - total(STORIES / "policy", second)
+    assert found["kl"] == pytest.approx(kl / 8, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_a_run_on_stories_is_scored(tmp_path):
+    flags = f"--model {STORIES}/policy --dataset {STORIES}/preferences_test.jsonl.gz --lr 1e-3 --engine hf"
+    flags += " --max-prompt-length 32 --max-length 96 --max-new-tokens 48 --batch-size 16 --num-steps 2"
+    run_ranks(1, [f"{flags} --output-dir {tmp_path}/run".split()], script="grpo_humanline")
+    score.main(tmp_path / "run")
+    found = json.loads((tmp_path / "run" / "score.json").read_text())
+    assert 0 < found["kl"] < 5 and 0 < found["judge"] < 1 and found["finished"] > 0.5
+
+
+# === toy/stories.py ===
+def test_the_judge_is_vaders_mean_over_sentences():
+    happy, sad = (stories.sentiment(text)["compound"] for text in ("She was happy.", "He was sad."))
+    assert (happy, sad) == (0.5719, -0.4767)  # VADER 3.3.2
+    assert stories.judge_story("A prompt that is sad", " She was happy.") == happy
+    assert stories.judge_story("", " She was happy. He was sad.") == pytest.approx((happy + sad) / 2)
+    cut = stories.judge_story("", " She was happy. He was sad", finished=False)
+    assert cut == pytest.approx(happy / 2)  # the last sentence of an unfinished completion counts 0
+    assert stories.judge_story("", "") == stories.judge_story("", " She was happy", finished=False) == 0
+
+
+def test_sentences_and_trigrams():
+    text = ' and "Hi!" said Tim. "Wow, a dog!" Tom ran... He fell! and cried.'
+    wanted = ['and "Hi!" said Tim.', '"Wow, a dog!"', "Tom ran...", "He fell! and cried."]
+    assert stories.sentences(text) == wanted
+    assert stories.distinct_trigrams(["a b c", "A b, c.", "a b d"]) == pytest.approx(2 / 3)
+
+
+def test_labels_agree_with_the_judge_as_often_as_the_scale_says():
+    gaps = [random.Random(i).gauss(0, 0.4) for i in range(2000)]
+    tau = stories.find_scale(gaps)
+    assert torch.sigmoid(torch.tensor(gaps).abs() / tau).mean() == pytest.approx(0.8, abs=1e-6)
+    answers = [("", " She was happy.", " He was sad.")] * 2000
+    pairs = stories.label(random.Random(0), answers, tau=1.0486)  # the gap, so P(chosen) is sigmoid(1)
+    chosen = sum(pair["chosen"] == " She was happy." for pair in pairs) / 2000
+    assert chosen == pytest.approx(torch.sigmoid(torch.tensor(1.0)).item(), abs=0.03)
+
+
+def test_the_scripts_read_every_row_of_the_stories(one_rank):
+    args = grpo_humanline.Args(model=str(STORIES / "policy"), max_prompt_length=32, max_length=96)
+    tokenizer, eos_ids = data.load_tokenizer(args)
+    path = f"{STORIES}/preferences_test.jsonl.gz"
+    groups = grpo_humanline.load_groups(args, tokenizer, eos_ids, path, "train")
+    assert eos_ids == {2} and len(groups) == len(read_rows(path)) == 256
+
+
+def test_the_splits_share_no_prompt_and_the_committed_scores_are_the_judges():
+    prompts = {}
+    for name in ("train", "tune", "test"):
+        rows = read_rows(STORIES / f"preferences_{name}.jsonl.gz")
+        prompts[name] = {row["prompt"] for row in rows}
+        for row in rows[:100]:
+            for side in ("chosen", "rejected"):
+                assert row[f"score_{side}"] == round(stories.judge_story("", row[side]), 4)
+    assert {name: len(texts) for name, texts in prompts.items()} == {"train": 1024, "tune": 256, "test": 256}
+    assert len(set.union(*prompts.values())) == 1536
+
+
+def test_the_reward_model_reads_the_sentiment_of_held_out_pairs():
+    tokenizer = AutoTokenizer.from_pretrained(STORIES / "policy")
+    model = AutoModelForSequenceClassification.from_pretrained(STORIES / "reward_model", dtype=torch.float32)
+    rows = read_rows(STORIES / "preferences_test.jsonl.gz")
+    scores = []
+    for side in ("chosen", "rejected"):
+        with torch.inference_mode():
+            scores.append(stories.rate(model, tokenizer, [(row["prompt"], row[side], True) for row in rows]))
+    wanted = torch.tensor([row["score_chosen"] > row["score_rejected"] for row in rows])
+    assert ((scores[0] > scores[1]) == wanted).float().mean() > 0.7
+
+
+# === toy/chat.py ===
+def message(role: str, text: str) -> dict:
+    return {"role": role, "content": text}
+
+
+def spread(folder, monkeypatch, kind: str, file) -> list[dict]:
+    """Returns all rows that toy/chat.py writes of a file, in the order of their prompts."""
+    monkeypatch.setattr(chat, "PARTS", {"tuning": 1, "held_out": 1})
+    chat.main(kind, file, folder)
+    rows = [row for part in ("tuning", "held_out", "train") for row in read_rows(folder / f"{part}.jsonl")]
+    return sorted(rows, key=lambda row: row["prompt"][-1]["content"])
+
+
+def test_polite_pairs_have_their_input_and_no_prompt_twice(tmp_path, monkeypatch):
+    rows = []
+    for i, (given, chosen) in enumerate([("", "Yes."), ("a\nb", "Yes, I think."), ("c", "Of course.")]):
+        rows.append({"instruction": f"Q{i}?", "input": given, "chosen": chosen, "rejected": "Yes, genius."})
+    skipped = [
+        rows[0] | {"chosen": "Another answer to the same question."},
+        rows[0] | {"instruction": "Equal answers", "rejected": "Yes."},
+        rows[0] | {"instruction": "Too long", "chosen": "very " * 200},
+    ]
+    (tmp_path / "pairs.json").write_text(json.dumps(rows + skipped))
+    expected = []
+    for row, question in zip(rows, ("Q0?", "Q1?\na\nb", "Q2?\nc")):
+        pair = {key: [message("assistant", row[key])] for key in ("chosen", "rejected")}
+        expected.append({"prompt": [message("user", question)], **pair})
+    assert spread(tmp_path / "out", monkeypatch, "polite", tmp_path / "pairs.json") == expected
+
+
+def test_harmless_pairs_are_conversations_that_differ_in_their_last_answer(tmp_path, monkeypatch):
+    two = "\n\nHuman: Hi: {0}\n\nAssistant: Hello.\n\nHuman: {0}?\n\nAssistant: {1}"
+    rows = [{"chosen": two.format(i, "A"), "rejected": two.format(i, "B\n\nC: c")} for i in range(3)]
+    rows.append({"chosen": two.format("x", "A"), "rejected": two.format("y", "B")})  # is skipped
+    file = tmp_path / "test.jsonl.gz"
+    file.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    expected = []
+    for i in range(3):
+        prompt = [message("user", f"Hi: {i}"), message("assistant", "Hello."), message("user", f"{i}?")]
+        answers = {"chosen": [message("assistant", "A")], "rejected": [message("assistant", "B\n\nC: c")]}
+        expected.append({"prompt": prompt} | answers)
+    assert spread(tmp_path / "out", monkeypatch, "harmless", file) == expected

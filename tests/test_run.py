@@ -1,0 +1,366 @@
+"""support/run.py: flags, errors, ranks, loading a model, and what a run prints and writes."""
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    ALL_SCRIPTS,
+    PAIRS,
+    ROOT,
+    TOY,
+    finish,
+    metrics,
+    parse_args,
+    read_rows,
+    refused,
+    run_edited,
+    run_here,
+    run_ranks,
+    start_ranks,
+    write_rows,
+)
+from safetensors.torch import load_file, save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import dpo_humanline
+import grpo_humanline
+import grpo_math_humanline
+import kto_humanline
+from support import run
+from utils import InputError
+
+SCRIPTS = {module.__name__: module for module in (dpo_humanline, kto_humanline, grpo_humanline)}
+SCRIPTS["grpo_math_humanline"] = grpo_math_humanline
+EVALUATED = ["--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "4", "--max-new-tokens", "4"]
+SHORT = [*EVALUATED, "--engine", "hf", "--num-steps", "4", "--batch-size", "8", "--checkpoint-every", "0"]
+
+# === Flags ===
+
+
+def check(script, *flags):
+    args = parse_args(script, [str(flag) for flag in flags])
+    run.check_flags(args, getattr(args, "batch_size", 8), None)
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "said"),
+    [
+        (dpo_humanline, ["--k", "-1"], "--k -1: it must not be negative"),
+        (grpo_humanline, ["--epsilon", "-0.1"], "--epsilon -0.1: it must not be negative"),
+        (grpo_math_humanline, ["--keep-checkpoints", "-2"], "--keep-checkpoints -2"),
+        (kto_humanline, ["--log-epsilon-P", "0.5"], "--log-epsilon-P must be negative and"),
+        (dpo_humanline, ["--log-epsilon-R", "nan"], "--log-epsilon-P must be negative and"),
+        (dpo_humanline, ["--model", "gpt2"], "--model gpt2 needs a --dataset"),
+        (
+            grpo_humanline,
+            ["--model", "gpt2", "--dataset", PAIRS, "--online"],
+            "--online needs a --reward-model",
+        ),
+        (grpo_humanline, ["--batch-size", "30", "--group-size", "4"], "must be a multiple of --group-size 4"),
+        (dpo_humanline, ["--output-dir", "USED"], "holds a run; to resume it, pass it as --resume"),
+        (dpo_humanline, ["--resume", "USED/final"], "no args.json; pass the folder of a run"),
+        (dpo_humanline, ["--resume", "absent"], "--resume absent: no args.json; pass the folder of a run"),
+        (kto_humanline, ["--resume", "USED"], "it is not a run of kto_humanline.py"),
+        (dpo_humanline, ["--resume", "USED", "--seed", "7"], "--resume cannot change seed"),
+        (dpo_humanline, ["--resume", "USED", "--output-dir", "x"], "--resume cannot change output_dir"),
+    ],
+)
+def test_a_common_mistake_in_the_flags_is_one_line_before_anything_is_loaded(script, flags, said, tmp_path):
+    args = parse_args(dpo_humanline, ["--k", "3"])
+    run.save_args(args, tmp_path, dpo_humanline.__file__)
+    flags = [flag.replace("USED", str(tmp_path)) for flag in flags]
+    with pytest.raises(InputError, match=re.escape(said)):
+        check(script, *flags)
+
+
+def test_ranks_must_divide_the_batch_and_shards_the_ranks(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    check(dpo_humanline, "--batch-size", "8", "--shard-size", "2")
+    for flags in (["--batch-size", "6"], ["--batch-size", "8", "--shard-size", "3"]):
+        with pytest.raises(InputError, match="4 ranks must divide the batch of"):
+            check(dpo_humanline, *flags)
+
+
+@pytest.mark.parametrize("name", ALL_SCRIPTS)
+def test_defaults_are_in_range_and_a_value_may_end_in_true(name):
+    """--output-dir runs/humanline=True was refused as the value of a switch."""
+    check(SCRIPTS[name], "--output-dir", "runs/humanline=True")
+
+
+@pytest.mark.parametrize("flag", ["--learning-rate=1", "--humanline=False", "--k=x"])
+def test_a_flag_that_does_not_exist_ends_the_run(flag, capsys):
+    with pytest.raises(SystemExit):
+        parse_args(dpo_humanline, [flag])
+    assert re.search("Unrecognized|invalid|Error", capsys.readouterr().err)
+
+
+def test_help_has_no_section_in_the_text_of_a_flag(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(grpo_humanline, ["--help"])
+    words = " ".join(capsys.readouterr().out.split()).replace("│ ", "")
+    assert "--humanline, --no-humanline --no-humanline: no humanline clipping" in words
+
+
+def test_the_first_line_has_only_the_settings_that_differ_from_the_defaults(capsys):
+    parse_args(dpo_humanline, ["--model", "m", "--dataset", "d", "--lr", "5e-6", "--k", "16"])
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == "settings that differ from the defaults of dpo_humanline.py: k 16, dataset d, model m"
+
+
+# === Errors ===
+
+
+def test_a_mistake_in_an_edited_loss_keeps_its_traceback(tmp_path):
+    old = "    return -F.logsigmoid(chosen - rejected)\n"
+    ended = run_edited(tmp_path, old, "    return -F.logsigmoid(chosen - rejected)[:, 0]\n")
+    assert ended.returncode == 1 and "in dpo_loss" in ended.stderr
+    assert "IndexError: too many indices" in ended.stderr
+
+
+def test_bad_input_is_one_line_without_a_traceback(tmp_path):
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"prompt"\n')
+    ended = run_edited(tmp_path, "# === Loss ===", "# === Loss ===", "--dataset", path)
+    assert (
+        ended.returncode == 1 and ended.stderr.startswith(f"error: {path}") and ended.stderr.count("\n") == 1
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_advice(tmp_path):
+    flags = [*SHORT, "--eval-dataset", "", "--lr", "1e30", "--warmup-fraction", "0", "--num-steps", "40"]
+    assert "; lower --lr" in refused([*flags, "--output-dir", str(tmp_path / "run")])
+
+
+def test_a_model_that_is_not_there_names_its_flag(tmp_path):
+    for flag in ("--model", "--reward-model"):
+        flags = [*SHORT, "--model", str(TOY / "policy"), flag, str(tmp_path / "absent")]
+        said = refused([*flags, "--output-dir", str(tmp_path / "run")])
+        assert said.startswith(f"error: {flag} {tmp_path}/absent: ")
+
+
+# === Ranks and signals ===
+
+
+def test_a_share_of_a_list_is_its_part_in_order():
+    for count in range(12):
+        for parts in range(1, 6):
+            shares = [run.share(list(range(count)), part, parts) for part in range(parts)]
+            assert sum(shares, []) == list(range(count))
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_a_signal_handler_acts_only_in_the_process_that_installed_it():
+    """A judge's pool could not be terminated, because its processes took over the handler."""
+    code = """
+import multiprocessing, signal, time
+from support import run
+def endless():
+    while True: time.sleep(0.1)
+signals = run.Signals()
+process = multiprocessing.get_context("fork").Process(target=endless)
+process.start()
+time.sleep(0.5)
+process.terminate()
+process.join(20)
+assert process.exitcode == -signal.SIGTERM, process.exitcode
+assert signal.getsignal(signal.SIGTERM) == signals.record and not signals.received
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+# === Models ===
+
+
+def changed_policy(folder, change) -> str:
+    """Writes the toy policy with other weights."""
+    shutil.copytree(TOY / "policy", folder)
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, {"format": "pt"})
+    return str(folder)
+
+
+def test_a_weight_that_the_files_lack_is_named(tmp_path):
+    """transformers initializes it at random, and only warns."""
+    model = changed_policy(
+        tmp_path / "m", lambda found: {k: v for k, v in found.items() if "lm_head" not in k}
+    )
+    with pytest.raises(InputError, match="the files of .* have no lm_head.weight"):
+        run.load_pretrained(AutoModelForCausalLM, model, "auto", False)
+
+
+def test_a_model_is_loaded_in_the_dtype_of_its_files(tmp_path):
+    """Not in config.json's, which may be another one."""
+    model = changed_policy(tmp_path / "m", lambda found: {k: v.bfloat16() for k, v in found.items()})
+    loaded = run.load_pretrained(AutoModelForCausalLM, model, "auto", False)
+    assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
+
+
+def test_a_model_with_too_few_positions_says_what_to_lower():
+    config = SimpleNamespace(max_position_embeddings=100, name_or_path="m")
+    config.get_text_config = lambda: config
+    run.check_positions(config, 100)
+    with pytest.raises(InputError, match="m: 101 tokens, but the model has 100 positions: lower --max-new"):
+        run.check_positions(config, 101)
+
+
+def test_the_final_folder_is_the_trained_policy_in_the_dtype_of_its_files(tmp_path, tied_policy):
+    flags = [*SHORT, "--model", tied_policy, "--eval-dataset", "", "--dtype", "float32", "--lr", "1e-2"]
+    folder = run_here(dpo_humanline, *flags, "--output-dir", tmp_path / "run")
+    before, after = (
+        load_file(f"{tied_policy}/model.safetensors"),
+        load_file(folder / "final/model.safetensors"),
+    )
+    assert before.keys() == after.keys()
+    for name, weight in after.items():
+        assert weight.dtype == before[name].dtype and weight.shape == before[name].shape
+    assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
+    tokenizer = AutoTokenizer.from_pretrained(folder / "final")
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "for king"}], return_tensors="pt")
+    assert (
+        AutoModelForCausalLM.from_pretrained(folder / "final").generate(**ids, max_new_tokens=3).shape[1] > 3
+    )
+
+
+# === What a run prints and writes ===
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run with an evaluation in between. Returns its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    reward = ["--reward-model", str(TOY / "reward_model")]
+    flags = [*SHORT, *reward, "--k", "2", "--eval-every", "2", "--output-dir", str(folder)]
+    return folder, run_ranks(2, [flags])
+
+
+def test_a_run_begins_with_what_it_will_do(finished):
+    folder, said = finished
+    assert f"\nmodel: {TOY / 'policy'}, 112,320 parameters, float64\n" in said
+    assert "\nhumanline: log-ratios clipped to [-1.5, 1.5]; k 2: 1 syncs change the reference\n" in said
+    assert "\ndata: 128 rows; 4 steps of 8: 0.2 epochs\n" in said and f"\nfiles: {folder}\n" in said
+    assert "\nthe first prompt:\n<|user|> for " in said and re.search(r"completion:\n.* <\|end\|>\n", said)
+
+
+@pytest.mark.parametrize(
+    ("flags", "syncs"),
+    [(["--k", "1"], 8), (["--k", "3"], 2), (["--k", "16"], 0), (["--k", "0"], 0), (["--no-humanline"], None)],
+)
+def test_the_plan_counts_the_syncs_that_change_the_reference(flags, syncs, tmp_path, capsys):
+    """With k 16 a run of ten steps equals one with k 0: its one sync, at step 0, copies equal weights."""
+    args = parse_args(dpo_humanline, ["--num-steps", "10", *flags])
+    tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
+    example = SimpleNamespace(prompt_ids=[1], completion_ids=[])
+    policy = SimpleNamespace(num_parameters=lambda: 1)
+    run.print_plan(args, tmp_path, policy, tokenizer, [(example,)], 8)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("humanline: ")]
+    if syncs is None:
+        assert line == "humanline: off"
+    else:
+        assert f": {syncs} syncs change the reference" in line
+        assert ("lower --k" in line) == (syncs == 0 and args.k > 0)
+
+
+def test_an_evaluation_is_compared_with_the_first_one_row_by_row(finished):
+    folder, said = finished
+    summary = json.loads((folder / "summary.json").read_text())
+    (line,) = [line for line in said.splitlines() if line.startswith("after 2 steps: ")]
+    for name, value in metrics(folder)[2].items():
+        if name.startswith("eval/"):
+            assert f"{name} {value:.3f}" in line
+    names = list(summary["after"])
+    assert names.index("eval/reward") < names.index("eval/accuracy")  # what samples are, before pairs
+    for name, (mean, error, count) in summary["change"].items():
+        assert mean == pytest.approx(summary["after"][name][0] - summary["before"][name][0], abs=1e-12)
+        (row,) = re.findall(rf"^{name} .*$", said, re.M)
+        assert row.endswith(f"{mean:10.3f} ± {error:7.3f}   n = {count}")
+    # The error of the mean change, not that of two independent means
+    independent = math.hypot(summary["before"]["eval/loss"][1], summary["after"]["eval/loss"][1])
+    assert 0 < summary["change"]["eval/loss"][1] <= independent + 1e-12
+    assert said.index("\nafter: ") < said.index("mean ± standard error")  # samples first
+
+
+def test_samples_of_every_evaluation_are_kept_and_truncated_ones_are_marked(finished):
+    folder, said = finished
+    samples = read_rows(folder / "samples.jsonl")
+    assert [sample["step"] for sample in samples] == [0] * 4 + [2] * 4 + [4] * 4
+    assert {*samples[0]} == {"step", "prompt", "sample", "reward", "finished", "tokens"}
+    assert [sample["prompt"] for sample in samples[:4]] == [row["prompt"] for row in read_rows(PAIRS)[:4]]
+    assert all(sample["tokens"] == 4 and not sample["finished"] for sample in samples)  # a bouquet has 9
+    assert said.count("  [truncated at --max-new-tokens]\n") == 8
+
+
+@pytest.mark.parametrize(
+    ("metric_lines", "shown"),
+    [
+        ([{"logps/chosen": -3.0, "logps/rejected": -5.5}], {"chosen - rejected (nats)": 2.5}),
+        ([{"rollout/reward_mean": 0.3}, {"logps/chosen": -3.0, "logps/rejected": -5.5}], {"reward": 0.3}),
+        ([{"rewards/accuracy": 0.25, "rollout/reward_mean": 3.0}], {"accuracy": 0.25}),
+    ],
+)
+def test_the_bar_shows_what_tells_whether_a_run_learns(metric_lines, shown, tmp_path):
+    """The loss returned after each sync to where it began."""
+    args = SimpleNamespace(num_steps=9, track=False)
+    log = run.Log(args, tmp_path, 1, SimpleNamespace(values={}, samples=[]))
+    for step, line in enumerate(metric_lines):
+        log.write({"step": step} | line)
+    log.bar.close()
+    assert log.shown == shown
+
+
+def test_a_resumed_run_is_one_run_in_the_files_of_metrics_and_in_tensorboard(tmp_path):
+    folder = tmp_path / "run"
+    run_ranks(1, [[*SHORT, "--eval-every", "1", "--num-steps", "3", "--output-dir", str(folder)]])
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with (folder / name).open("a") as file:
+            file.write('{"step": 1, "sample": "def f(): return {}')  # a full disk leaves a part of a line
+    flags = ["--resume", str(folder), "--num-steps", "3", "--checkpoint-every", "3"]
+    run_ranks(1, [flags])  # it has no checkpoint, so it begins anew
+    run_ranks(1, [["--resume", str(folder), "--num-steps", "5"]])
+    assert [line["step"] for line in metrics(folder)] == [0, 1, 2, 3, 4]
+    steps = [sample["step"] for sample in read_rows(folder / "samples.jsonl")]
+    assert steps == [number for number in range(6) for _ in range(4)]
+    events = EventAccumulator(str(folder)).Reload()
+    for key in ("loss", "grad_norm", "rewards/margins"):
+        found = {event.step: event.value for event in events.Scalars(key)}
+        assert found == {step["step"]: pytest.approx(step[key], rel=1e-6) for step in metrics(folder)}
+    after = json.loads((folder / "summary.json").read_text())["after"]
+    assert events.Scalars("eval/loss")[-1].value == np.float32(after["eval/loss"][0])
+
+
+@pytest.mark.slow
+def test_track_sends_the_metrics_of_tensorboard_to_weights_and_biases(tmp_path):
+    pytest.importorskip("wandb")
+    command = [sys.executable, ROOT / "dpo_humanline.py", *SHORT, "--track", "--output-dir", tmp_path / "run"]
+    environment = os.environ | {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [*map(str, command)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    content = file.read_bytes()
+    assert b"rewards/margins" in content and b"log_epsilon_P" in content
+
+
+def test_another_process_cannot_use_the_folder_of_a_run(tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", read_rows(PAIRS)[:16])
+    flags = [*SHORT, "--dataset", rows, "--eval-dataset", "", "--num-steps", "100000"]
+    (first,) = start_ranks(1, [[*flags, "--output-dir", str(tmp_path / "run")]])
+    while not (tmp_path / "run/metrics.jsonl").exists():
+        assert first.is_alive()
+    (second,) = start_ranks(1, [["--resume", str(tmp_path / "run")]])
+    (output,) = finish([second])
+    assert second.exitcode == 1 and "Timeout" in output and ".lock" in output
+    first.kill()
+    finish([first])

