@@ -199,13 +199,12 @@ def decode_completion(tokenizer, prompt: Example, ids: list[int]) -> str:
 
 
 def sample_statistics(samples: list[Example]):
-    """Returns length in tokens, whether the sample finished, and the reward if known; (N,) float64 each."""
-    statistics = {
-        "length": [len(sample.completion_ids) for sample in samples],
-        "finished": [sample.finished for sample in samples],
-    }
+    """Returns the reward if known, whether the sample finished, and its length in tokens; (N,) float64 each."""
+    statistics = {}
     if samples[0].reward is not None:
         statistics["reward"] = [sample.reward for sample in samples]
+    statistics["finished"] = [sample.finished for sample in samples]
+    statistics["length"] = [len(sample.completion_ids) for sample in samples]
     return {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in statistics.items()}
 
 
