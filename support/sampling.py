@@ -199,7 +199,7 @@ def decode_completion(tokenizer, prompt: Example, ids: list[int]) -> str:
 
 
 def sample_statistics(samples: list[Example]):
-    """Returns the reward if known, whether the sample finished, and its length in tokens; (N,) float64 each."""
+    """Returns the reward if known, whether a sample finished, and its length in tokens, (N,) float64 each."""
     statistics = {}
     if samples[0].reward is not None:
         statistics["reward"] = [sample.reward for sample in samples]
