@@ -478,8 +478,8 @@ def load_models(args, device, longest: int):
         model = run.load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
         run.check_positions(model.config, longest)
         # Both models stay in eval mode, because dropout would make them differ at step 0. To train with
-        # dropout all the same, call `policy.train()` after `load_models`, whose check of the attention
-        # refuses noise.
+        # dropout all the same, call `policy.train()` after `load_models`, and let `attention_candidates` in
+        # utils.py return the model's own attention alone.
         return shard_model(args, model, device).eval()
 
     # "auto" is the dtype of the files: the weights stay memory-mapped, and all ranks of a machine share them.
