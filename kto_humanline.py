@@ -125,8 +125,8 @@ PAPER = {
 FOLDER = Path(__file__).resolve().parent / "toy" / "tales"
 # Settings of the toy, which replace the defaults above. They were chosen for a tiny model and completions of
 # about 20 tokens. The sum of so few log-ratios is small, so β is ten times the paper's. With k = 16 and lr
-# 1e-3, which won its tuning narrowly, the reward rose sooner than here and fell again (paper/studies.md,
-# `time` and `parity`).
+# 1e-3, which won its tuning narrowly, the reward rose sooner than here and fell again (lab/time and
+# lab/parity).
 TOY = dict(
     model=f"{FOLDER}/policy",
     reward_model=f"{FOLDER}/reward_model",
