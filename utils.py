@@ -245,13 +245,12 @@ class Means:
             values: {name: one value for each sequence, pair or token}.
             weights: a tensor of the same shape; a mask selects the values to average. None: all.
 
-        Raises ValueError if a shape differs, because the mean would be one of other values.
+        Raises ValueError if the shapes differ, because broadcasting would count values several times.
         """
         for name, value in values.items():
             weight = torch.ones_like(value) if weights is None else weights
             if weight.shape != value.shape:
-                shapes = f"{tuple(value.shape)} and its weights {tuple(weight.shape)}"
-                raise ValueError(f"{name} has shape {shapes}")
+                raise ValueError(f"{name} has shape {tuple(value.shape)}, its weights {tuple(weight.shape)}")
             total = (value.detach() * weight).sum()
             sums = torch.stack([total.double(), weight.sum().double()])
             self.sums[name] = self.sums.get(name, 0) + sums
@@ -418,9 +417,8 @@ def attention_candidates(model, longest: int, logits) -> list[str]:
     window = getattr(config, "sliding_window", None) or math.inf
     # Layers of unknown types are treated as if they carried a state.
     other_layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if own != "sdpa" or not model._supports_attention_backend or longest > window:
-        return [own]
-    if other_layers or model._is_stateful:
+    may_carry_state = other_layers or model._is_stateful
+    if own != "sdpa" or not model._supports_attention_backend or longest > window or may_carry_state:
         return [own]
     if logits.is_cuda and logits.dtype == torch.bfloat16:
         return ["varlen", "loop", own]
@@ -431,14 +429,15 @@ def attention_candidates(model, longest: int, logits) -> list[str]:
 def choose_attention(model, longest: int) -> str:
     """Sets the fastest attention with which `token_logps` agree with the model's own forward pass.
 
-    Returns its name.
-
     The trial scores two equal sequences of 16 tokens. In both, the first 8 tokens must get the log-probs that
     the model's own forward pass gives to these 8 tokens alone. They differ if packed sequences attend to each
     other (the second would see the first), if a token attends to later ones, or if the model does more with
     its head's output than `HeadLogps` (a factor of the logits: Cohere, Granite).
 
     longest: the maximum length of a sequence that is scored, samples included, in tokens.
+
+    Returns:
+        The name of the attention.
     """
     for name, function in ATTENTION.items():
         # Not done when this file is imported, because loading AttentionInterface takes a second.
@@ -447,9 +446,9 @@ def choose_attention(model, longest: int) -> str:
     first_8 = tokens[:8]
     logits = model(input_ids=first_8[None], use_cache=False).logits[0]  # (8, V)
     expected = -F.cross_entropy(logits[:-1].float(), first_8[1:], reduction="none")  # (7,)
-    # Maximum of the mean, in nats. Two correct forward passes differ as well, in fp32 by up to 2e-4 (SmolLM2,
-    # whose activations are large), and in bf16 by more. If the second sequence attends to the first, its
-    # log-probs are 0.34 to 2.3 nats off on the policies of the toys.
+    # The largest mean difference, in nats. Two correct forward passes differ as well, in fp32 by up to 2e-4
+    # (SmolLM2, whose activations are large), and in bf16 by more. If the second sequence attends to the
+    # first, its log-probs are 0.34 to 2.3 nats off on the policies of the toys.
     limit = {torch.bfloat16: 0.3, torch.float32: 1e-3}.get(logits.dtype, 1e-4)
     input_ids = tokens.expand(2, 16)
     mask = torch.ones(2, 16, device=model.device)
@@ -460,7 +459,8 @@ def choose_attention(model, longest: int) -> str:
         try:
             logps = token_logps(model, input_ids, mask)
         except (RuntimeError, TypeError) as error:
-            # The kernel does not support the head size, or the model's code does not pass the lengths on.
+            # The kernel does not support the head size, the model's code does not pass the lengths on, or it
+            # asks for more than `check_plain` allows.
             found[name] = error
             continue
         found[name] = (logps[:, 1:8] - expected).abs().mean(1).max()  # of the worse sequence
@@ -470,9 +470,9 @@ def choose_attention(model, longest: int) -> str:
 
 
 # === Head log-probs ===
-# log softmax of the head's logits at the target tokens, without all logits in memory, unless they are few. To
-# change it, start from the one-line equivalent in `HeadLogps`; the rest is memory and precision. Keep the
-# result in fp32 or wider, because in bf16 log-probs near 2 are spaced 0.016 apart.
+# The log-softmax of the head's logits at the target tokens, without all logits in memory. To change it, start
+# from the one-line equivalent in `HeadLogps`; the rest is memory and precision. Keep the result in fp32 or
+# wider, because in bf16 log-probs near 2 are spaced 0.016 apart.
 
 # The number of logits that are computed at once: in fp32 8 MiB, which stay in a CPU's cache, or 512 MiB on a
 # GPU. With smaller blocks a GPU would wait for the CPU, which launches about 20 operators for each block.
@@ -481,7 +481,7 @@ GPU_BLOCK = 2**27
 
 
 class HeadLogps(torch.autograd.Function):
-    """Memory-efficient `-F.cross_entropy(z, targets, reduction="none")`, (N,).
+    """Computes `-F.cross_entropy(z, targets, reduction="none")`, (N,), without all of z in memory.
 
     Here z = head(hidden) / temperature or, with a softcap, z = softcap · tanh(head(hidden) / softcap) /
     temperature. These logits z (N, V) would be by far the largest tensor of a micro-batch. They are computed
@@ -550,7 +550,7 @@ def head_blocks(hidden, targets, weight, bias, softcap, temperature):
     Yields:
         rows: the slice of the vocabulary, which is the head's rows and the columns of the logits.
         columns, inside: the column of each target within the block, and whether the target is inside the
-            block, (N, 1) each. The column of a target outside is arbitrary.
+            block, (N, 1) each. The column of a target outside is clamped to the block.
         z: the logits / temperature, (N, columns), in fp32 or wider.
     """
     block = CPU_BLOCK if hidden.device.type == "cpu" else GPU_BLOCK
@@ -564,9 +564,9 @@ def head_blocks(hidden, targets, weight, bias, softcap, temperature):
             z.div_(softcap).tanh_().mul_(softcap)
         if temperature != 1:
             z.div_(temperature)
-        distance = (targets - start)[:, None]  # from the block's first column
-        columns = distance.clamp(0, z.shape[1] - 1)
-        yield rows, columns, columns == distance, z
+        columns = (targets - start)[:, None]
+        clamped = columns.clamp(0, z.shape[1] - 1)
+        yield rows, clamped, clamped == columns, z
         del z  # the caller has dropped it too, so its memory is free for the next block
 
 

@@ -226,12 +226,19 @@ class Signals:
     If steps take longer, start it with `--shutdown-timeout SECONDS`.
     """
 
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
     def __init__(self):
         self.received = 0  # the number of the signal that this rank has received
-        signal.signal(signal.SIGINT, self.record)
-        signal.signal(signal.SIGTERM, self.record)
-        # A reward function may start processes, which a signal must end as usual.
-        os.register_at_fork(after_in_child=self.release)
+        for number in self.numbers:
+            signal.signal(number, self.record)
+        # A reward function may start processes, which a signal must end as usual. Around a fork signals wait,
+        # because Python forgets a signal that a new process receives before it has started.
+        os.register_at_fork(
+            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, self.numbers),
+            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, self.numbers),
+            after_in_child=self.release,
+        )
 
     def record(self, number: int, frame):
         self.received = number
@@ -241,8 +248,9 @@ class Signals:
 
     def release(self):
         """From here on, signals end the process at once."""
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in self.numbers:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.numbers)
 
 
 # === Models ===

@@ -199,13 +199,12 @@ def decode_completion(tokenizer, prompt: Example, ids: list[int]) -> str:
 
 
 def sample_statistics(samples: list[Example]):
-    """Returns length in tokens, whether the sample finished, and the reward if known; (N,) float64 each."""
-    statistics = {
-        "length": [len(sample.completion_ids) for sample in samples],
-        "finished": [sample.finished for sample in samples],
-    }
+    """Returns the reward if known, whether a sample finished, and its length in tokens, (N,) float64 each."""
+    statistics = {}
     if samples[0].reward is not None:
         statistics["reward"] = [sample.reward for sample in samples]
+    statistics["finished"] = [sample.finished for sample in samples]
+    statistics["length"] = [len(sample.completion_ids) for sample in samples]
     return {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in statistics.items()}
 
 
@@ -282,8 +281,10 @@ class VllmEngine:
     batch_size = 1  # vLLM forms its own batches
 
     def __init__(self, args, eos_ids: set[int], device, longest: int):
-        # vLLM logs much, and needs a rank also without torchrun.
-        os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "RANK": "0", "LOCAL_RANK": "0"} | os.environ
+        # vLLM logs much, sends usage statistics, and needs a rank also without torchrun. Variables that the
+        # user has set take precedence.
+        defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "RANK": "0", "LOCAL_RANK": "0"}
+        os.environ |= defaults | os.environ
         precision = torch.get_float32_matmul_precision()  # which vLLM changes
         from vllm import LLM, SamplingParams, _custom_ops
 

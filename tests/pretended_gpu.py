@@ -175,6 +175,13 @@ def move(params, buffers, device):
             torch.utils.swap_tensors(tensor, moved)
 
 
+def to_device(self, *args, **kwargs):
+    """Is DTensor.to: a tensor on the pretended GPU is on "cuda" already."""
+    if args == ("cuda",):
+        return self
+    return torch.Tensor.to(self, *args, **kwargs)
+
+
 class Stream(torch.cpu.Stream):
     def synchronize(self):
         pass
@@ -236,6 +243,7 @@ def pretended(script):
                 of_inner = property(attrgetter(f"{inner}.{name}"))
                 stack.enter_context(patch.object(outer, name, of_inner, create=True))
         stack.enter_context(patch.object(_fsdp_init, "_move_states_to_device", move))
+        stack.enter_context(patch.object(DTensor, "to", to_device))
         swap = torch.__future__.set_swap_module_params_on_conversion
         swap(True)  # as `move` does
         stack.callback(swap, False)

@@ -37,7 +37,6 @@ from helpers import (
 )
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     LlamaTokenizer,
     MistralConfig,
@@ -49,7 +48,7 @@ import grpo_humanline
 import grpo_math_humanline
 import kto_humanline
 from support import data, run, sampling
-from utils import Example, InputError, pad_batch, token_logps
+from utils import Example, InputError
 
 # === Tokenizers and rows ===
 
@@ -628,19 +627,6 @@ def test_what_the_tokenizer_appends_to_a_text_is_in_no_prompt(unknown, appended)
     assert encode(tokenizer, f"Why?{appended}", "It is.") == [f"<s>Why?{appended}", "It is.<|im_end|>"]
 
 
-def test_mask_is_one_at_completion_tokens_and_padding_changes_no_log_probability():
-    sequences = [([3, 6, 7, 5, 4], [19, 20, 5]), ([4], [5]), ([5, 5], [5, 6, 5])]
-    input_ids, mask = pad_batch([Example("", *sequence) for sequence in sequences], torch.device("cpu"))
-    assert mask.tolist() == [[0] * 5 + [1] * 3, [0, 1] + [0] * 6, [0, 0, 1, 1, 1] + [0] * 3]
-    assert input_ids.tolist() == [[3, 6, 7, 5, 4, 19, 20, 5], [4, 5] + [0] * 6, [5, 5, 5, 6, 5] + [0] * 3]
-    assert (input_ids.dtype, mask.dtype) == (torch.int64, torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(TOY / "policy", dtype=torch.float64)
-    with torch.no_grad():
-        logps = token_logps(model, input_ids, mask)
-        by_end = token_logps(model, torch.where(input_ids == 0, 5, input_ids), mask)
-    assert torch.equal(logps, by_end) and [(row != 0).sum().item() for row in logps] == [3, 1, 3]
-
-
 # === Tokens are the text ===
 
 QUESTION, ANSWER = "Why is\nthe sky blue?", "Because \\frac{1}{2}\n\n  of it scatters."
@@ -1085,22 +1071,17 @@ def test_where_a_token_would_span_prompt_and_completion_nothing_comes_in_between
             assert tokenizer.decode([*prompt_ids, *ids[:-1]]) == whole, (prompt, completion)
 
 
-STORIES = SHARED / "model-stories260K"  # SentencePiece without a template
-
-
-@pytest.mark.parametrize("kind", ["sentencepiece", "llama2", "stories"])
+@pytest.mark.parametrize("kind", ["sentencepiece", "llama2"])
 def test_a_reward_model_reads_a_sample_with_the_space_that_the_data_has(monkeypatch, real_tokenizer, kind):
     """The tokens of a text, as if they had been sampled, are the text again."""
-    if kind == "stories" and not STORIES.exists():
-        pytest.skip(f"no model in {STORIES}")
-    tokenizer = AutoTokenizer.from_pretrained(STORIES) if kind == "stories" else real_tokenizer(kind)
+    tokenizer = real_tokenizer(kind)
     monkeypatch.setattr(tokenizer, "chat_template", None)
     prompt = "Once upon a time,"
     for text in (" there was a girl.\nHer name was Zoë.", "\nthere was", " (a girl) ", "!"):
         prompt_ids, ids = encode_ids(tokenizer, prompt, text)
         example = Example(prompt, prompt_ids)
         sampled = sampling.decode_completion(tokenizer, example, ids[:-1])
-        assert sampled == (text.rstrip(" ") if kind == "stories" else text)  # its normalizer strips the end
+        assert sampled == text
         sample = example._replace(text=sampled)
         assert sampling.reward_input(tokenizer, "\n", sample) == f"{prompt}\n{sampled}</s>"
 

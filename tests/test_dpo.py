@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
 from helpers import (
     PAIRS,
     TOY,
@@ -32,7 +31,6 @@ from helpers import (
 from safetensors.torch import load_file
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from trl import DPOConfig, DPOTrainer
 
 import dpo_humanline
 import utils
@@ -83,6 +81,9 @@ def test_without_bounds_and_syncs_a_run_is_the_one_without_humanline(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_loss_curve_of_trls_trainer_without_humanline(tmp_path):
     """Both train on the same full batch, TRL on the texts as messages."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer  # takes seconds, which ranks that import this file save
+
     rows, steps = toy_rows(TOY, 16), 5
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ["--no-humanline", "--dataset", tmp_path / "data.jsonl", "--batch-size", 16, "--beta", "0.5"]

@@ -8,10 +8,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from datasets import Dataset
 from helpers import ROOT, agree, metrics, read_pool, read_rows, run_here, run_layouts, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
 
 import grpo_humanline
 from grpo_humanline import Args, encode_row, group_advantages, grpo_loss, grpo_metrics, make_group
@@ -213,6 +211,9 @@ def test_no_humanline_equals_trls_dapo_loss_with_the_same_old_log_probs(two_step
     divides by the sample standard deviation + 1e-4, so advantages are handed over; and its KL refers to a
     model of its own, while here one reference gives old and KL log-probs.
     """
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer  # takes seconds, which ranks that import this file save
+
     logged, policy, reference = two_steps
     config = dict(loss_type="dapo", beta=0.1, epsilon=0.15, num_generations=4, use_bias_correction_kl=False)
     config |= dict(per_device_train_batch_size=128, use_cpu=True, bf16=False, report_to="none")

@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from helpers import (
     ROOT,
     agree,
@@ -20,7 +19,6 @@ from helpers import (
     write_rows,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import KTOConfig, KTOTrainer
 
 import kto_humanline
 from kto_humanline import Args, encode_row, kto_loss, kto_margins, mismatch, sequence_log_ratio
@@ -77,6 +75,9 @@ def test_loss_curve_of_trls_trainer_where_its_kl_batch_is_ours(tmp_path):
     """With two examples of different prompts there is one way to mismatch them, and both take it. With more,
     TRL pairs a prompt with the completion before it in the order of the data set, and this script with the
     next other prompt."""
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer  # takes seconds, which ranks that import this file save
+
     one, *rest = toy_rows(TOY, 40)
     two = next(row for row in rest if row["prompt"] != one["prompt"])
     rows = [

@@ -635,7 +635,7 @@ def test_means_are_those_of_all_micro_batches(one_rank):
 )
 def test_a_mean_whose_weights_have_another_shape_is_refused(values, weights):
     """Losses of sequences with a mask of tokens broadcast: each was counted for every token."""
-    with pytest.raises(ValueError, match=r"edited/metric has shape"):
+    with pytest.raises(ValueError, match="edited/metric has shape"):
         utils.Means().add({"edited/metric": torch.ones(values)}, torch.ones(weights))
 
 
