@@ -410,7 +410,7 @@ def encode_row(args, tokenizer, eos_ids, row, held_out: bool = False):
 def read_prompt(row):
     """Reads the prompt alone, also if completions are missing or broken."""
     chosen = row.get("chosen")
-    if isinstance(chosen, list) and len(chosen) > 1:  # form 3 of `read_pair`
+    if isinstance(chosen, list) and len(chosen) > 1 and isinstance(chosen[0], dict):  # form 3 of `read_pair`
         return chosen[:-1]
     data.require_columns(row, "prompt")
     return row["prompt"]
