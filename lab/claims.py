@@ -561,25 +561,148 @@ def scores_of_the_paper() -> list[str]:
     return "18.07 24.82 17.40 22.19 15.52 25.24".split()
 
 
-FRONT = "README.md docs/results.md docs/grpo_math.md docs/first_run.md"
+def first_and_last_of_the_real_run() -> list[str]:
+    """Returns the shares of right answers of README's run of SmolLM2, before and after."""
+    first, last, *_ = real_run()
+    return [last, first]
+
+
+def leads_over_the_default() -> list[str]:
+    """Returns the numbers of the signed sentences that README has."""
+    return signed_sentences()[:3]
+
+
+def clip_at_the_tuned_rates() -> list[str]:
+    """Returns the largest share of tokens that the clip met where humanline leads: GRPO in `figure1`."""
+    return [f"{scores('figure1', 'GRPO', 'clipped')[HUMANLINE].mean():.0%}"]
+
+
+def kto_with_the_default_beta() -> list[str]:
+    """Returns the score of KTO's humanline with the paper's β, and what its clip met."""
+    judge, clipped = (scores("baselines", "KTO", metric)[PAPERS[0]].mean() for metric in ("judge", "clipped"))
+    return [*written(3, judge), *powers(clipped)]
+
+
+def planned_k_of_dpo_without_sign() -> list[str]:
+    return [word.removeprefix("−") for word in planned_k_of_dpo()]
+
+
+def before_stories() -> list[str]:
+    return written(2, compare.before_training("stories", "GRPO"))
+
+
+def distinct_trigrams() -> list[str]:
+    """Returns the shares of distinct trigrams in the texts of online KTO and DPO on stories."""
+    return [f"{scores('stories', group, 'trigrams')['online'].mean():.0%}" for group in ("KTO", "DPO")]
+
+
+def ends_behind() -> list[str]:
+    return ends_of_the_games()[:2]
+
+
+def costs_at_the_last_step() -> list[str]:
+    """Returns online − ε 0.2 at step 32, with S = 16 and with S = 32."""
+    tables = [scores(study, "sums", "eval/accuracy@32") for study in ("sums", "gap")]
+    return written(3, *[(table["online"] - table["ε 0.2"]).mean() for table in tables])
+
+
+def humanline_at_a_high_rate() -> list[str]:
+    return high_rate()[1:]
+
+
+def chat_on_polite_pairs() -> list[str]:
+    """Returns the table of measured runs of docs/first_run.md."""
+    words = chat_means("tuning", "chat polite", "offline", 2e-5)
+    for arm in CHAT_ARMS:
+        words += chat_means("reported", "chat polite", arm, 1e-4 if arm == "offline" else 2e-5)
+        words += chat_means("tuning", "chat polite", arm, 5e-6)
+    return words
+
+
+def chat_on_harmless_pairs() -> list[str]:
+    """Returns the lowest and the highest accuracy on pairs of hh-rlhf."""
+    found = read("chat").query("panel == 'chat harmless' and arm != 'untrained'")["eval/accuracy"]
+    return written(2, found.min(), found.max())
+
+
+def first_runs(command: str) -> pd.DataFrame:
+    rows = pd.read_csv(path_of("first_run"))
+    return rows[rows.command.str.contains(command)]
+
+
+def accuracy_of_an_unchanged_policy() -> list[str]:
+    rows = first_runs("dpo_humanline").set_index("metric")
+    n, changed = rows.loc["changed samples", ["n", "after"]]
+    return [*written(3, rows.after["eval/accuracy"]), str(int(n - changed)), str(int(n))]
+
+
+def ends_of_the_first_run() -> list[str]:
+    rewards = first_runs("grpo_humanline").query("metric == 'eval/reward'").after
+    return written(2, rewards.min(), rewards.max())
+
+
+def line_of_the_first_run() -> str:
+    """Returns README's line of the table that its first command prints."""
+    row = first_runs("grpo_humanline").query("metric == 'eval/reward' and seed == 1").iloc[0]
+    columns = [f"{row[name]:10.3f} ± {row[f'{name}_error']:7.3f}" for name in ("before", "after", "change")]
+    return f"{'eval/reward':24}{''.join(columns)}   n = {row.n}"
+
+
+def k_of_dpo_alone() -> list[str]:
+    return k_of_dpo()[:4]
+
+
+def cost_of_the_usual_clip() -> list[str]:
+    ends = scores("controls", "game", "eval/accuracy").mean()
+    return written(3, ends["ε 0.2"] - ends["S = 1"])
+
+
+def seconds_of_grpo() -> list[str]:
+    return written(0, *scores("baselines", "GRPO", "seconds")[[*PAPERS]].median())
+
+
+def lengths_of_table6() -> list[str]:
+    lengths = read("table6").groupby("arm")["eval/length"].mean()
+    bounds = ("[-1.0, 1.5]", "[-1.0, 2.0]", "[-1.0, 3.0]", "[-1.5, 1.5]", "[-2.0, 1.5]")
+    return written(0, *lengths[[*bounds]])
+
+
 CLAIMS = [
-    Claim(FRONT, "real_run.csv", real_run),
-    Claim(FRONT, "sums.csv", sums_means),
-    Claim(FRONT, "sums.csv, gap.csv", cost_of_old_samples),
-    Claim(FRONT, "controls.csv, the tuning", high_rate),
-    Claim(FRONT, "the csvs of differences.csv", shares_that_the_clip_met),
-    Claim(FRONT, "controls.csv", ends_of_the_games),
-    Claim(FRONT, "clipping.csv", rates_of_clipping),
-    Claim(FRONT, "baselines.csv", planned_k_of_dpo),
-    Claim(FRONT, "baselines.csv", distances_of_the_tuned_arms),
-    Claim(FRONT, "sums.csv", holm_of_sums),
-    Claim(FRONT, "chat.csv", chat_of_both_kinds),
-    Claim("docs/dpo.md", "chat.csv", chat_tuning),
-    Claim("docs/dpo.md", "stories.csv, baselines.csv, hypo.csv", k_of_dpo),
+    Claim("README.md", "real_run.csv", first_and_last_of_the_real_run),
+    Claim("README.md", "baselines.csv, controls.csv", leads_over_the_default),
+    Claim("docs/results.md", "baselines.csv, controls.csv", signed_sentences),
+    Claim("docs/results.md", "stories.csv", clip_at_the_tuned_rates),
+    Claim("docs/results.md", "baselines.csv", kto_with_the_default_beta),
+    Claim("docs/results.md", "the csvs of differences.csv", shares_that_the_clip_met),
+    Claim("docs/results.md", "baselines.csv", planned_k_of_dpo_without_sign),
+    Claim("docs/results.md", "untrained.csv", before_stories),
+    Claim("docs/results.md", "baselines.csv", distances_of_the_tuned_arms),
+    Claim("docs/results.md", "stories.csv", distinct_trigrams),
+    Claim("docs/results.md", "controls.csv", ends_behind),
+    Claim("docs/results.md", "sums.csv", holm_of_sums),
+    Claim("docs/results.md", "sums.csv, gap.csv", costs_at_the_last_step),
+    Claim("docs/results.md", "controls.csv, the tuning", seeds_without_a_clip),
+    Claim("docs/results.md", "controls.csv, the tuning", humanline_at_a_high_rate),
+    Claim("docs/first_run.md", "chat.csv", chat_on_polite_pairs),
+    Claim("docs/first_run.md", "chat.csv", chat_on_harmless_pairs),
+    Claim("docs/first_run.md", "chat.csv", minutes_of_chat),
+    Claim("docs/first_run.md", "first_run.csv", accuracy_of_an_unchanged_policy),
+    Claim("docs/curves.md", "first_run.csv", ends_of_the_first_run),
+    Claim("docs/dpo.md", "stories.csv, baselines.csv", k_of_dpo_alone),
     Claim("docs/dpo.md", "learning.csv", ends_of_the_default_run),
     Claim("docs/dpo.md", "untrained.csv", before_low_entropy),
+    Claim("docs/kto.md", "learning.csv", ends_of_kto),
+    Claim("docs/grpo.md", "untrained.csv", before_tales),
+    Claim("docs/grpo_math.md", "untrained.csv", before_the_game),
+    Claim("docs/grpo_math.md", "controls.csv, the tuning", high_rate),
+    Claim("docs/grpo_math.md", "controls.csv", end_behind_no_clip),
+    Claim("docs/replication.md", "stories.csv", leads_at_checkpoints),
+    Claim("docs/replication.md", "controls.csv", recovered_accuracy),
+    Claim("docs/replication.md", "controls.csv", cost_of_the_usual_clip),
+    Claim("docs/replication.md", "baselines.csv", seconds_of_grpo),
+    Claim("docs/replication.md", "table6.csv", lengths_of_table6),
     Claim("lab/chat/README.md", "log 2", loss_before_training),
-    Claim("lab/chat/README.md docs/first_run.md", "chat.csv", minutes_of_chat),
+    Claim("lab/chat/README.md", "chat.csv", minutes_of_chat),
     Claim("lab/controls/README.md", "controls.csv, the tuning", seeds_without_a_clip),
     Claim("lab/controls/README.md", "controls.csv", recovered_accuracy),
     Claim("lab/controls/README.md", "controls.csv, the tuning", best_rivals),
@@ -588,15 +711,6 @@ CLAIMS = [
     Claim("lab/miniatures/README.md", "the paper's Table 3", scores_of_the_paper),
     Claim("lab/time/README.md", "time.csv", times),
     Claim("lab/real_run/README.md", "real_run.csv", real_run),
-    Claim("docs/kto.md", "learning.csv", ends_of_kto),
-    Claim("docs/grpo.md", "untrained.csv", before_tales),
-    Claim("docs/grpo_math.md", "untrained.csv", before_the_game),
-    Claim("docs/grpo_math.md", "controls.csv, the tuning", high_rate),
-    Claim("docs/grpo_math.md", "controls.csv", end_behind_no_clip),
-    Claim("docs/replication.md", "controls.csv, the tuning", high_rate),
-    Claim("docs/replication.md", "stories.csv", leads_at_checkpoints),
-    Claim("docs/replication.md", "baselines.csv, the tuning", best_settings_of_the_tuning),
-    Claim("docs/replication.md", "stories.csv, the tuning", shares_by_k),
 ]
 
 
