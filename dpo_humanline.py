@@ -350,18 +350,6 @@ def encode_row(args, tokenizer, eos_ids, row, held_out: bool = False):
     return tuple(examples)
 
 
-<<<<<<< HEAD
-=======
-def read_prompt(row):
-    """Reads the prompt alone, also if completions are missing or broken."""
-    chosen = row.get("chosen")
-    if isinstance(chosen, list) and len(chosen) > 1 and isinstance(chosen[0], dict):  # form 3 of `read_pair`
-        return chosen[:-1]
-    data.require_columns(row, "prompt")
-    return row["prompt"]
-
-
->>>>>>> a1c3f4df2262f505de6bc7ffd69fbed8023e81f3
 def read_pair(row):
     """Reads the prompt and [chosen, rejected].
 
@@ -388,7 +376,7 @@ def read_pair(row):
 def read_prompt(row):
     """Reads the prompt alone, also if completions are missing or broken."""
     chosen = row.get("chosen")
-    if isinstance(chosen, list) and len(chosen) > 1:  # form 3 of `read_pair`
+    if isinstance(chosen, list) and len(chosen) > 1 and isinstance(chosen[0], dict):  # form 3 of `read_pair`
         return chosen[:-1]
     data.require_columns(row, "prompt")
     return row["prompt"]
