@@ -541,6 +541,19 @@ def chat_of_polite_pairs() -> list[str]:
     return words + chat_means("tuning", "chat polite", "offline", 2e-5)
 
 
+def ten_steps_of_dpo() -> list[str]:
+    """Returns the accuracy before training, log 2, and the accuracy after ten steps at 5e-6."""
+    rows = pd.read_csv(path_of("first_run")).query("metric == 'eval/accuracy'")
+    after = rows[rows.command.str.contains("--num-steps 10")].after
+    return [*written(2, np.log(2), 0.5), *written(3, *after)]
+
+
+def ends_of_the_first_command() -> list[str]:
+    """Returns the least and the largest reward of README's command, three seeds."""
+    after = pd.read_csv(path_of("first_run")).query("metric == 'eval/reward'").after
+    return written(2, after.min(), after.max())
+
+
 def range_of_harmless_accuracies() -> list[str]:
     found = read("chat").query("panel == 'chat harmless'")["eval/accuracy"]
     return written(2, found.min(), found.max())
@@ -615,6 +628,8 @@ CLAIMS = [
     Claim(RESULTS, "controls.csv, the tuning", seeds_without_a_clip),
     Claim(RESULTS, "controls.csv, the tuning", humanline_at_a_high_rate),
     Claim(FIRST, "chat.csv", chat_of_polite_pairs),
+    Claim(FIRST, "first_run.csv", ten_steps_of_dpo),
+    Claim("docs/curves.md", "first_run.csv", ends_of_the_first_command),
     Claim(FIRST, "chat.csv", range_of_harmless_accuracies),
     Claim(FIRST, "chat.csv", minutes_of_chat),
     Claim("docs/dpo.md", "stories.csv, baselines.csv", k_of_dpo),
