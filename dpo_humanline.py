@@ -45,7 +45,7 @@ class Args:
     # humanline
 
     # --no-humanline: no clipping, and syncs only when an online round starts. With --model, the settings that
-    # PAPER names change too.
+    # PAPER below has for this variant replace the defaults.
     humanline: bool = True
     # Optimizer steps between syncs of the reference (paper: 1; a first run: 16, docs/first_run.md); 0: syncs
     # only when an online round starts.
@@ -56,11 +56,11 @@ class Args:
     num_steps: int = 312  # optimizer steps: 10K pairs in batches of 32 (Table 1)
     batch_size: int = 32  # pairs per optimizer step, over all ranks (Table 1)
     micro_batch_tokens: int = 8192  # maximum tokens per micro-batch and rank; 0: unlimited
-    lr: float = 5e-6  # AdamW's learning rate after warmup (Table 3; other variants: PAPER)
+    lr: float = 5e-6  # AdamW's learning rate after warmup (Table 3; of other variants: PAPER below)
     warmup_fraction: float = 0.1  # fraction of the steps with linear warmup (Table 1)
     weight_decay: float = 1e-2  # AdamW's weight decay (Table 1)
     adam_eps: float = 1e-5  # AdamW's ε (Table 1)
-    max_grad_norm: float = 1.0  # maximum global gradient norm (Table 3; other variants: PAPER)
+    max_grad_norm: float = 1.0  # maximum global gradient norm (Table 3; of other variants: PAPER below)
     # data
     dataset: str = ""  # pairs, or prompts for --online: a file or a Hub name (formats: docs/data.md)
     dataset_split: str = "train"  # split of a Hub data set, for example train[:10000]
@@ -108,17 +108,16 @@ class Args:
     track: bool = False  # log to Weights & Biases, too (pip install wandb)
 
 
-# With --model, what differs from the defaults above in the other variants of Table 3, by (online, humanline)
+# With --model, what replaces the defaults above, which are those of offline humanline DPO, in other variants
+# of Table 3. A key is (online, humanline). Offline DPO, (False, False), replaces nothing.
 PAPER = {
     (True, False): dict(lr=2.5e-6, max_grad_norm=0.5),
     (True, True): dict(lr=2.5e-6),
 }
 FOLDER = Path(__file__).resolve().parent / "toy" / "bouquets"
 # Settings of the toy, which replace the defaults above. lr, k and β were chosen on one seed
-# (docs/dpo.md#results-on-the-toys). Adam divides each gradient by its own size, so that weights which get
-# only noise would move as far as all others. A larger ε keeps them still. Two
-# limits of the toy: its log-ratios hardly ever reach a humanline bound, so it shows syncing alone, and nearly
-# every gradient is clipped to --max-grad-norm.
+# (docs/dpo.md#results-on-the-toys). Two limits of the toy: its log-ratios hardly ever reach a humanline
+# bound, so it shows syncing alone, and nearly every gradient is clipped to --max-grad-norm.
 TOY = dict(
     model=f"{FOLDER}/policy",
     reward_model=f"{FOLDER}/reward_model",
@@ -127,7 +126,7 @@ TOY = dict(
     dtype="float64",  # results agree to 1e-5 for any number of ranks and micro-batches
     num_steps=320,
     lr=1e-3,
-    adam_eps=1e-2,
+    adam_eps=1e-2,  # weights that get only noise stay still; Adam would move them as far as all others
     k=16,
     beta=10.0,
     max_new_tokens=64,
@@ -173,9 +172,10 @@ def sync_reference(reference, policy):
 
     Both models are sharded in the same way, so every rank copies its own shards without communication. If the
     reference is stored in bf16, the copy rounds in the same way as FSDP rounds the policy's weights before
-    each forward pass. To make the reference a moving average (EMA) of the policy instead, store it in fp32
-    (`load_models`), because bf16 would round its small changes away, and do so at the humanline sync alone:
-    the sync of an online round must copy.
+    each forward pass.
+
+    For a reference that is a moving average (EMA) of the policy, change the humanline sync alone: the sync of
+    an online round must copy. Store the reference in fp32, because bf16 would round small changes away.
     """
     for target, source in zip(reference.parameters(), policy.parameters(), strict=True):
         target.to_local().copy_(source.to_local())
@@ -189,7 +189,8 @@ def main(args: Args):
     # The data is read before the models, so that errors in it appear before minutes of loading.
     tokenizer, eos_ids = data.load_tokenizer(args)
     groups, held_out = load_data(args, tokenizer, eos_ids)
-    longest = data.longest_sequence(args, groups + held_out)  # tokens
+    # tokens of the longest training sequence or sample
+    longest = data.longest_sequence(args, groups + held_out)
     policy, reference = load_models(args, device, longest)
     # For online rounds and for evaluation. It loads the reward model now, and its engine with the first
     # samples.
@@ -205,10 +206,12 @@ def main(args: Args):
 
     output_dir = run.open_folder(args, __file__)
     run.print_plan(args, output_dir, policy, tokenizer, groups, args.batch_size)
-    # A resumed run evaluates the initial policy again: it is the baseline of every later evaluation.
+    # The evaluation of the initial policy is the baseline of every later one, also of a resumed run. It must
+    # come before the checkpoint is loaded, because the sampler keeps the initial weights for eval/kl.
     before = evaluate(args, policy, reference, sampler, held_out)
     # progress: the steps and rounds that are done, and the pool, which holds groups that were sampled but not
-    # yet used. Checkpoints hold it. A new run has no checkpoint and starts at step 0.
+    # yet used. Checkpoints hold it. A new run has no checkpoint and starts at step 0. A resume on other data
+    # than `groups` is refused.
     progress = checkpoint.load_checkpoint(args, output_dir, policy, reference, optimizer, groups)
     # after the load, so that a failed resume leaves args.json as it was
     run.save_args(args, output_dir, __file__)
@@ -240,8 +243,7 @@ def main(args: Args):
                 batch = progress.pool[: args.batch_size]
 
             # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number
-            # of micro-batches. It also sums the gradients over ranks (`shard_model` sets this), but not those
-            # of a penalty on the weights (docs/dpo.md#implementation-details).
+            # of micro-batches. It also sums the gradients over ranks (`shard_model` sets this).
             lengths = [chosen.length + rejected.length for chosen, rejected in batch]
             micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
             means = utils.Means()
@@ -273,15 +275,14 @@ def main(args: Args):
             metrics["loss"] = total_loss.item()
             utils.check_finite(metrics)
 
-            # Until the update is complete, the weights belong to no step, and an error would save nothing.
-            progress.step = None
-
             # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
             # takes the weights that produced this gradient, and the update then moves the policy away from
             # them. A sync after the update would make both models equal. With k = 1 every log-ratio would
             # then be 0, and no token would be clipped.
             if args.humanline and args.k > 0 and step % args.k == 0:
                 sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
+
+            progress.step = None  # an error before the end of the update saves no checkpoint
 
             # The update. The learning rate rises linearly (warmup: Table 1) and then stays constant.
             metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
@@ -342,19 +343,11 @@ def encode_row(args, tokenizer, eos_ids, row, held_out: bool = False):
     else:
         prompt, completions = read_pair(row)
     examples = data.encode(args, tokenizer, eos_ids, prompt, completions)
-    if args.online or held_out:  # the rewards of samples read the prompt and, with SCORE, the row
+    # Training on the data set reads token ids alone, so texts are kept only where samples get rewards.
+    if args.online or held_out:
         kept_row = row if SCORE else None
         examples = [example._replace(prompt=prompt, row=kept_row) for example in examples]
     return tuple(examples)
-
-
-def read_prompt(row):
-    """Reads the prompt alone, also if completions are missing or broken."""
-    chosen = row.get("chosen")
-    if isinstance(chosen, list) and len(chosen) > 1:  # form 3 of `read_pair`
-        return chosen[:-1]
-    data.require_columns(row, "prompt")
-    return row["prompt"]
 
 
 def read_pair(row):
@@ -371,12 +364,22 @@ def read_pair(row):
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, list) and len(chosen) > 1:  # form 3
         messages = chosen[:-1]
+        # what may stand in the column "prompt": nothing, these messages, or the text of one of them
         prompts = [None, messages, *(message["content"] for message in messages)]
         if rejected[:-1] != messages or row.get("prompt") not in prompts:
             raise utils.InputError("chosen and rejected must both be the prompt and one more message")
         return messages, [chosen[-1:], rejected[-1:]]
     data.require_columns(row, "prompt")
     return row["prompt"], [chosen, rejected]
+
+
+def read_prompt(row):
+    """Reads the prompt alone, also if completions are missing or broken."""
+    chosen = row.get("chosen")
+    if isinstance(chosen, list) and len(chosen) > 1 and isinstance(chosen[0], dict):  # form 3 of `read_pair`
+        return chosen[:-1]
+    data.require_columns(row, "prompt")
+    return row["prompt"]
 
 
 def draw_batch(groups, number: int, size: int, seed: int):
@@ -403,29 +406,27 @@ def load_models(args, device, longest: int):
     def load(dtype):
         model = run.load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
         run.check_positions(model.config, longest)
-        # Both models stay in eval mode, because dropout would make them differ at step 0. To train with
-        # dropout all the same, call `policy.train()` after `load_models`, whose check of the attention
-        # refuses noise.
+        # Both models stay in eval mode, because dropout would make them differ at step 0.
         return shard_model(args, model, device).eval()
 
-    # "auto" is the dtype of the files: the weights stay memory-mapped, and all ranks of a machine share them.
-    # The cast comes after sharding, so that each rank converts only its shards.
+    # The policy is loaded in the dtype of the files, so that the weights stay memory-mapped and all ranks of
+    # a machine share them. It is sharded, and then each rank casts its own shards to fp32, which is exact.
     policy = load("auto").to(torch.float32)
-    # Loaded in its storage dtype, because a cast to bf16 would also round its buffers (RoPE's frequencies).
+    # The reference is loaded in its storage dtype. A cast to bf16 would round its buffers, too.
     reference = load(run.storage_dtype(args)).requires_grad_(False)
-    # Loading rounds a few buffers (Gemma's embed_scale) to its dtype, which may differ between both models.
-    # The policy takes those of the reference, otherwise log-ratios would not be 0 at step 0.
+    # Buffers (RoPE's frequencies, Gemma's embed_scale) must be equal, otherwise log-ratios would not be 0 at
+    # step 0.
     for name, buffer in policy.named_buffers():
         buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         for block in decoder_blocks(policy):
-            # Replaces the block's forward by one that recomputes activations in backward. transformers' own
-            # checkpointing needs train mode, which would start dropout.
+            # Recomputes activations in backward, inside of FSDP's hooks, which gather the weights for it.
+            # transformers' own checkpointing needs train mode, which would start dropout.
             block.forward = partial(recompute, block.forward, use_reentrant=False)
     for model in (policy, reference):
         # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
-        # log-probs would be wrong without any error. Therefore `choose_attention` sets the fastest attention
-        # whose packed log-probs equal those of a plain forward pass, and returns its name.
+        # log-probs would be wrong without any error. So a short trial sets the fastest attention whose packed
+        # log-probs equal those of a plain forward pass.
         attention = utils.choose_attention(model, longest)
         if args.compile:
             for block in decoder_blocks(model):
@@ -459,12 +460,10 @@ def shard_model(args, model, device):
         # By default FSDP2 leaves the root gathered after forward, for use in backward. The reference never
         # runs backward, so its next forward would still use the weights from before a sync.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
-        # FSDP divides gradients by the number of ranks. The loss is already divided by the global batch, so
-        # the divisor must be 1. On one rank it is 1, and setting it would copy every gradient to divide it.
+        # By default FSDP2 also averages gradients over ranks. The loss is already divided by the global
+        # batch, so they are summed. (gloo needs the second call, and one rank has nothing to sum.)
         if world > 1:
             module.set_gradient_divide_factor(1.0)
-            # With a divisor of its own, even 1, FSDP2 reduces with PREMUL_SUM, which gloo does not have. This
-            # call makes it use a plain sum.
             module.set_force_sum_reduction_for_comms(True)
     return model
 

@@ -185,9 +185,10 @@ def sync_reference(reference, policy):
 
     Both models are sharded in the same way, so every rank copies its own shards without communication. If the
     reference is stored in bf16, the copy rounds in the same way as FSDP rounds the policy's weights before
-    each forward pass. To make the reference a moving average (EMA) of the policy instead, store it in fp32
-    (`load_models`), because bf16 would round its small changes away, and do so at the humanline sync alone:
-    the sync of an online round must copy.
+    each forward pass.
+
+    For a reference that is a moving average (EMA) of the policy, change the humanline sync alone: the sync of
+    an online round must copy. Store the reference in fp32, because bf16 would round small changes away.
     """
     for target, source in zip(reference.parameters(), policy.parameters(), strict=True):
         target.to_local().copy_(source.to_local())
@@ -202,7 +203,8 @@ def main(args: Args):
     tokenizer, eos_ids = data.load_tokenizer(args)
     grader = grading.start_grader()
     problems, held_out = load_data(args, tokenizer, eos_ids, grader)
-    longest = data.longest_sequence(args, problems + held_out)  # tokens
+    # tokens of the longest training sequence or sample
+    longest = data.longest_sequence(args, problems + held_out)
     policy, reference = load_models(args, device, longest)
     sampler = sampling.Sampler(args, tokenizer, eos_ids, device, longest)
     optimizer = torch.optim.AdamW(
@@ -256,8 +258,7 @@ def main(args: Args):
             metrics |= sample_metrics(examples, rewards)
 
             # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number
-            # of micro-batches. It also sums the gradients over ranks (`shard_model` sets this), but not those
-            # of a penalty on the weights (docs/dpo.md#implementation-details).
+            # of micro-batches. It also sums the gradients over ranks (`shard_model` sets this).
             lengths = [example.length for example in examples]
             micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
             completion_tokens = sum(len(example.completion_ids) for example in examples)
@@ -290,15 +291,14 @@ def main(args: Args):
             metrics["loss"] = total_loss.item()
             utils.check_finite(metrics)
 
-            # Until the update is complete, the weights belong to no step, and an error would save nothing.
-            progress.step = None
-
             # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
             # takes the weights that produced this gradient, and the update then moves the policy away from
             # them. A sync after the update would make both models equal. With k = 1 every log-ratio would
             # then be 0, and no token would be clipped.
             if args.humanline and args.k > 0 and step % args.k == 0:
                 sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
+
+            progress.step = None  # an error before the end of the update saves no checkpoint
 
             # The update. The learning rate rises linearly (warmup: Table 2) and then stays constant.
             metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
@@ -392,29 +392,27 @@ def load_models(args, device, longest: int):
     def load(dtype):
         model = run.load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
         run.check_positions(model.config, longest)
-        # Both models stay in eval mode, because dropout would make them differ at step 0. To train with
-        # dropout all the same, call `policy.train()` after `load_models`, whose check of the attention
-        # refuses noise.
+        # Both models stay in eval mode, because dropout would make them differ at step 0.
         return shard_model(args, model, device).eval()
 
-    # "auto" is the dtype of the files: the weights stay memory-mapped, and all ranks of a machine share them.
-    # The cast comes after sharding, so that each rank converts only its shards.
+    # The policy is loaded in the dtype of the files, so that the weights stay memory-mapped and all ranks of
+    # a machine share them. It is sharded, and then each rank casts its own shards to fp32, which is exact.
     policy = load("auto").to(torch.float32)
-    # Loaded in its storage dtype, because a cast to bf16 would also round its buffers (RoPE's frequencies).
+    # The reference is loaded in its storage dtype. A cast to bf16 would round its buffers, too.
     reference = load(run.storage_dtype(args)).requires_grad_(False)
-    # Loading rounds a few buffers (Gemma's embed_scale) to its dtype, which may differ between both models.
-    # The policy takes those of the reference, otherwise log-ratios would not be 0 at step 0.
+    # Buffers (RoPE's frequencies, Gemma's embed_scale) must be equal, otherwise log-ratios would not be 0 at
+    # step 0.
     for name, buffer in policy.named_buffers():
         buffer.copy_(reference.get_buffer(name))
     if args.gradient_checkpointing:
         for block in decoder_blocks(policy):
-            # Replaces the block's forward by one that recomputes activations in backward. transformers' own
-            # checkpointing needs train mode, which would start dropout.
+            # Recomputes activations in backward, inside of FSDP's hooks, which gather the weights for it.
+            # transformers' own checkpointing needs train mode, which would start dropout.
             block.forward = partial(recompute, block.forward, use_reentrant=False)
     for model in (policy, reference):
         # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
-        # log-probs would be wrong without any error. Therefore `choose_attention` sets the fastest attention
-        # whose packed log-probs equal those of a plain forward pass, and returns its name.
+        # log-probs would be wrong without any error. So a short trial sets the fastest attention whose packed
+        # log-probs equal those of a plain forward pass.
         attention = utils.choose_attention(model, longest)
         if args.compile:
             for block in decoder_blocks(model):
@@ -448,12 +446,10 @@ def shard_model(args, model, device):
         # By default FSDP2 leaves the root gathered after forward, for use in backward. The reference never
         # runs backward, so its next forward would still use the weights from before a sync.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
-        # FSDP divides gradients by the number of ranks. The loss is already divided by the global batch, so
-        # the divisor must be 1. On one rank it is 1, and setting it would copy every gradient to divide it.
+        # By default FSDP2 also averages gradients over ranks. The loss is already divided by the global
+        # batch, so they are summed. (gloo needs the second call, and one rank has nothing to sum.)
         if world > 1:
             module.set_gradient_divide_factor(1.0)
-            # With a divisor of its own, even 1, FSDP2 reduces with PREMUL_SUM, which gloo does not have. This
-            # call makes it use a plain sum.
             module.set_force_sum_reduction_for_comms(True)
     return model
 
@@ -592,7 +588,7 @@ def grpo_metrics(clipped_log_ratio, log_ratio, advantages, epsilon: float):
         advantages: (B,). A token is clipped if 1 ± ε stops the gradient of its min(...).
     """
     A = advantages.unsqueeze(-1)  # (B, 1)
-    ratio = clipped_log_ratio.detach().exp()
+    ratio = clipped_log_ratio.exp()
     stopped = ((A > 0) & (ratio > 1 + epsilon)) | ((A < 0) & (ratio < 1 - epsilon))
     return {
         "grpo/ratio_mean": ratio,

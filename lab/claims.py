@@ -10,7 +10,8 @@ Sentences and headings are free. A number that is a result is checked in one of 
    code.
 4. Any other number: an entry in CLAIMS. Write a function that computes the words from a csv, as below, and
    add Claim("docs/results.md", "stories.csv", function). A claim holds if one of its pages (separated by
-   spaces) has all of its words, each as often as all claims on this page ask for. "0.65" may be "65%", too.
+   spaces) has all of its words, each as often as all claims on this page ask for, beside the intervals and
+   means of 1 and 2. "0.65" may be "65%", too.
 
 Other decimal numbers in lab/NAME/README.md must at least be among the numbers of the study (`numbers`).
 """
@@ -335,19 +336,6 @@ def real_run() -> list[str]:
     return written(2, curves.iloc[0].mean(), curves.iloc[-1].mean(), *curves.iloc[-1])
 
 
-def sums_means() -> list[str]:
-    means = scores("sums", "sums").mean()
-    before = compare.before_training("sums", "sums")
-    return written(2, before, *means[["ε 0.2", "no clip", "humanline", "online"]])
-
-
-def cost_of_old_samples() -> list[str]:
-    """Returns online − ε 0.2: the mean with S = 16, and at step 32 with S = 16 and with S = 32."""
-    asked = [("sums", "late"), ("sums", "eval/accuracy@32"), ("gap", "eval/accuracy@32")]
-    tables = [scores(study, "sums", metric) for study, metric in asked]
-    return written(2, *[(table["online"] - table["ε 0.2"]).mean() for table in tables])
-
-
 def signed_sentences() -> list[str]:
     """Returns the numbers of the five sentences of docs/results.md."""
     leads = []
@@ -372,17 +360,6 @@ def signed_sentences() -> list[str]:
     ]
 
 
-def shares_that_the_clip_met() -> list[str]:
-    """Returns the shares of tokens beyond ±1.5 of humanline, in the rows of the table of differences."""
-    table = pd.read_csv(compare.LAB / "differences.csv")
-    table = table[(table.column == "control") | (table.row.str.contains("KTO, tales"))]
-    shares = []
-    for line in table.itertuples():
-        arm = HUMANLINE if line.runs == "stories and baselines" else line.first
-        shares.append(scores(line.runs, line.panel, "clipped")[arm].mean())
-    return powers(*shares)
-
-
 def ends_of_the_games() -> list[str]:
     """Returns how far humanline ends behind no clip and behind online, and what clipping alone met."""
     ends = scores("controls", "game", "eval/accuracy").mean()
@@ -392,21 +369,6 @@ def ends_of_the_games() -> list[str]:
 
 def end_behind_no_clip() -> list[str]:
     return ends_of_the_games()[:1]
-
-
-def rates_of_clipping() -> list[str]:
-    """Returns what clipping is worth at two and at four times the best rate."""
-    return written(2, *[leads.mean() for leads in leads_of_clipping("clipping", ["lr 2e-3", "lr 4e-3"])[:2]])
-
-
-def planned_k_of_dpo() -> list[str]:
-    return written(2, compare.difference("baselines", "DPO", *PAPERS).mean)
-
-
-def distances_of_the_tuned_arms() -> list[str]:
-    """Returns nats and shares of ended texts of GRPO's humanline and control, both with a tuned β."""
-    kl, ended = (scores("baselines", "GRPO", metric)[[*TUNED_BETA]].mean() for metric in ("kl", "finished"))
-    return [*written(0, *kl), *written(2, *ended)]
 
 
 def holm_of_sums() -> list[str]:
@@ -423,25 +385,6 @@ def chat_means(phase: str, pairs: str, arm: str, lr: float) -> list[str]:
 CHAT_ARMS = ("offline", "humanline, k=1", "humanline, k=16")
 
 
-def chat_of_both_kinds() -> list[str]:
-    """Returns the table of measured runs for own data: what was reported, and 5e-6 and offline's 2e-5."""
-    words = []
-    for arm in CHAT_ARMS:
-        rate = 1e-4 if arm == "offline" else 2e-5
-        words += chat_means("reported", "chat polite", arm, rate) + chat_means(
-            "reported", "chat harmless", arm, rate
-        )
-        words += chat_means("tuning", "chat polite", arm, 5e-6)
-    return words + chat_means("tuning", "chat polite", "offline", 2e-5)
-
-
-def chat_tuning() -> list[str]:
-    rates = sorted(read("chat", "tuning").lr.unique())
-    return [
-        word for lr in rates for arm in CHAT_ARMS for word in chat_means("tuning", "chat polite", arm, lr)
-    ]
-
-
 def loss_before_training() -> list[str]:
     return written(3, np.log(2))
 
@@ -449,13 +392,6 @@ def loss_before_training() -> list[str]:
 def minutes_of_chat() -> list[str]:
     minutes = read("chat", "").query("panel == 'chat polite'").seconds / 60
     return written(0, minutes.min(), minutes.max())
-
-
-def k_of_dpo() -> list[str]:
-    """Returns DPO's scores on stories: k = 16 and 1 at 3e-4, k = 1 at 1e-4, tuned offline, and HyPO."""
-    stories, baselines, hypo = (scores(study, "DPO").mean() for study in ("stories", "baselines", "hypo"))
-    low = baselines["humanline, paper's β, k = 1's rate"]
-    return written(2, stories[HUMANLINE], baselines[PAPERS[0]], low, stories["offline"], hypo["HyPO"])
 
 
 def ends_of_the_default_run() -> list[str]:
@@ -538,65 +474,193 @@ def leads_at_checkpoints() -> list[str]:
     return written(3, *leads)
 
 
-def best_settings_of_the_tuning() -> list[str]:
-    means = tuning("baselines")["GRPO"]
-    return written(3, means[TUNED_BETA[1]].max(), means[TUNED_BETA[0]].max())
-
-
-def shares_by_k() -> list[str]:
-    """Returns the shares beyond ±1.5 with k = 1 and 16 at 3e-4 on stories, of GRPO and of DPO."""
-    rows = read("stories", "tuning")
-    rows = rows[(rows.arm == HUMANLINE) & (rows.lr == 3e-4)]
-    flags = rows.command.str.findall(r"--(?:epsilon|beta) (\S+)")
-    k = rows.command.str.extract(r"--k (\d+)", expand=False)
-    found = []
-    for group, value in (("GRPO", "0.15"), ("DPO", "0.1")):
-        first = (rows.group == group) & (flags.str.join(" ") == value)
-        found += [rows[first & (k == count)].clipped.mean() for count in ("1", "16")]
-    return powers(*found)
-
-
 def scores_of_the_paper() -> list[str]:
     """Returns Table 3's LC-WR of Llama3-8B, offline and with humanline."""
     return "18.07 24.82 17.40 22.19 15.52 25.24".split()
 
 
-FRONT = "README.md docs/results.md docs/grpo_math.md docs/first_run.md"
+def first_sentences() -> list[str]:
+    return signed_sentences()[:3]
+
+
+def first_and_last_accuracy() -> list[str]:
+    return real_run()[:2]
+
+
+def shares_that_the_clip_met() -> list[str]:
+    """Returns the shares of tokens beyond ±1.5 of humanline, in the rows of the table of differences."""
+    table = pd.read_csv(compare.LAB / "differences.csv")
+    rows = table.row[table.column != "online"].unique()
+    shares = [scores("baselines", "KTO", "clipped")[PAPERS[0]].mean()]  # the default's column
+    for row in rows:
+        line = table[(table.row == row) & (table.column == "control")].iloc[0]
+        arm = HUMANLINE if line.runs == "stories and baselines" else line["first"]
+        shares.append(scores(line.runs, line.panel, "clipped")[arm].mean())
+    return powers(*shares)
+
+
+def end_of_stories() -> list[str]:
+    """Returns of `stories`: the score before training, and distinct trigrams online and before training."""
+    before = [compare.before_training("stories", "GRPO", metric) for metric in ("judge", "trigrams")]
+    online = [scores("stories", group, "trigrams")["online"].mean() for group in ("KTO", "DPO")]
+    return [*written(2, before[0]), *[f"{share:.0%}" for share in (*online, before[1])]]
+
+
+def distances_of_the_tuned_arms() -> list[str]:
+    """Returns nats and shares of ended texts of GRPO's humanline and control, both with a tuned β."""
+    kl, ended = (scores("baselines", "GRPO", metric)[[*TUNED_BETA]].mean() for metric in ("kl", "finished"))
+    return [*written(0, *kl), *written(2, *ended)]
+
+
+def papers_kto_and_dpo() -> list[str]:
+    """Returns KTO's score with the paper's β, and by how much DPO's k = 1 is behind the default."""
+    behind = -compare.difference("baselines", "DPO", *PAPERS).mean
+    return [*written(3, scores("baselines", "KTO")[PAPERS[0]].mean()), *written(2, behind)]
+
+
+def cost_at_step_32() -> list[str]:
+    """Returns online − ε 0.2 at step 32 with S = 16 and with S = 32."""
+    tables = [scores(study, "sums", "eval/accuracy@32") for study in ("sums", "gap")]
+    return written(3, *[(table["online"] - table["ε 0.2"]).mean() for table in tables])
+
+
+def humanline_at_a_high_rate() -> list[str]:
+    return high_rate()[1:]
+
+
+def ends_behind() -> list[str]:
+    return ends_of_the_games()[:2]
+
+
+def chat_of_polite_pairs() -> list[str]:
+    """Returns the table of measured runs: the report, and 5e-6 and offline's 2e-5 of the tuning."""
+    words = []
+    for arm in CHAT_ARMS:
+        words += chat_means("reported", "chat polite", arm, 1e-4 if arm == "offline" else 2e-5)
+        words += chat_means("tuning", "chat polite", arm, 5e-6)
+    return words + chat_means("tuning", "chat polite", "offline", 2e-5)
+
+
+def ten_steps_of_dpo() -> list[str]:
+    """Returns the accuracy before training, log 2, and the accuracy after ten steps at 5e-6."""
+    rows = pd.read_csv(path_of("first_run")).query("metric == 'eval/accuracy'")
+    after = rows[rows.command.str.contains("--num-steps 10")].after
+    return [*written(2, np.log(2), 0.5), *written(3, *after)]
+
+
+def ends_of_the_first_command() -> list[str]:
+    """Returns the least and the largest reward of README's command, three seeds."""
+    after = pd.read_csv(path_of("first_run")).query("metric == 'eval/reward'").after
+    return written(2, after.min(), after.max())
+
+
+def range_of_harmless_accuracies() -> list[str]:
+    found = read("chat").query("panel == 'chat harmless'")["eval/accuracy"]
+    return written(2, found.min(), found.max())
+
+
+def k_of_dpo() -> list[str]:
+    """Returns DPO's scores on stories: k = 16 and 1 at 3e-4, k = 1 at 1e-4, and tuned offline."""
+    found, baselines = (scores(study, "DPO").mean() for study in ("stories", "baselines"))
+    low = baselines["humanline, paper's β, k = 1's rate"]
+    return written(2, found[HUMANLINE], baselines[PAPERS[0]], low, found["offline"])
+
+
+def largest_share_of_the_clip() -> list[str]:
+    """Returns the largest share of tokens that humanline's clip met where it was ahead at a tuned rate."""
+    shares = [scores("stories", "DPO", "clipped"), scores("figure1", "GRPO", "clipped")]
+    return [f"{max(table[HUMANLINE].mean() for table in shares):.0%}"]
+
+
+def recovered_by_two() -> list[str]:
+    return recovered_accuracy()[:2]
+
+
+def shares_of_time() -> list[str]:
+    return times()[-2:][::-1]
+
+
+def cost_of_old_games() -> list[str]:
+    ends = scores("controls", "game", "eval/accuracy").mean()
+    return written(3, ends["ε 0.2"] - ends["S = 1"])
+
+
+def behind_by_the_reward() -> list[str]:
+    rewards = scores("parity", "KTO", "eval/reward").mean()
+    return written(2, rewards["online"] - rewards["offline + humanline, k=32"])
+
+
+def trust_region() -> list[str]:
+    both = [
+        compare.difference("figure10", group, "trust region", HUMANLINE).mean for group in ("DPO", "GRPO")
+    ]
+    return [*written(3, both[0]), *written(4, both[1])]
+
+
+def ranges_of_default_runs() -> list[str]:
+    """Returns least and most of the runs in the table of docs/curves.md: reward, accuracy, clipped."""
+    words = []
+    for group in ("DPO", "KTO", "GRPO"):
+        runs = read("figure1").query("group == @group and arm == @HUMANLINE")
+        for metric, places in (("eval/reward", 2), ("eval/accuracy", 3), ("clipped", 3)):
+            if (group, metric) != ("DPO", "clipped"):
+                words += written(places, runs[metric].min(), runs[metric].max())
+    runs = read("stale").query("arm == 'humanline, k=16'")
+    for metric, places in (("eval/accuracy", 3), ("clipped", 4)):
+        words += written(places, runs[metric].min(), runs[metric].max())
+    return words
+
+
+RESULTS, FIRST, REPLICATION = "docs/results.md", "docs/first_run.md", "docs/replication.md"
+CONTROLS = "lab/controls/README.md"
 CLAIMS = [
-    Claim(FRONT, "real_run.csv", real_run),
-    Claim(FRONT, "sums.csv", sums_means),
-    Claim(FRONT, "sums.csv, gap.csv", cost_of_old_samples),
-    Claim(FRONT, "controls.csv, the tuning", high_rate),
-    Claim(FRONT, "the csvs of differences.csv", shares_that_the_clip_met),
-    Claim(FRONT, "controls.csv", ends_of_the_games),
-    Claim(FRONT, "clipping.csv", rates_of_clipping),
-    Claim(FRONT, "baselines.csv", planned_k_of_dpo),
-    Claim(FRONT, "baselines.csv", distances_of_the_tuned_arms),
-    Claim(FRONT, "sums.csv", holm_of_sums),
-    Claim(FRONT, "chat.csv", chat_of_both_kinds),
-    Claim("docs/dpo.md", "chat.csv", chat_tuning),
-    Claim("docs/dpo.md", "stories.csv, baselines.csv, hypo.csv", k_of_dpo),
+    Claim("README.md", "baselines.csv, controls.csv", first_sentences),
+    Claim("README.md", "real_run.csv", first_and_last_accuracy),
+    Claim(RESULTS, "baselines.csv, controls.csv", signed_sentences),
+    Claim(RESULTS, "stories.csv, figure1.csv", largest_share_of_the_clip),
+    Claim(RESULTS, "the csvs of differences.csv", shares_that_the_clip_met),
+    Claim(RESULTS, "stories.csv", end_of_stories),
+    Claim(RESULTS, "baselines.csv", distances_of_the_tuned_arms),
+    Claim(RESULTS, "baselines.csv", papers_kto_and_dpo),
+    Claim(RESULTS, "controls.csv", ends_behind),
+    Claim(RESULTS, "sums.csv", holm_of_sums),
+    Claim(RESULTS, "sums.csv, gap.csv", cost_at_step_32),
+    Claim(RESULTS, "controls.csv, the tuning", seeds_without_a_clip),
+    Claim(RESULTS, "controls.csv, the tuning", humanline_at_a_high_rate),
+    Claim(FIRST, "chat.csv", chat_of_polite_pairs),
+    Claim(FIRST, "first_run.csv", ten_steps_of_dpo),
+    Claim("docs/curves.md", "first_run.csv", ends_of_the_first_command),
+    Claim(FIRST, "chat.csv", range_of_harmless_accuracies),
+    Claim(FIRST, "chat.csv", minutes_of_chat),
+    Claim("docs/dpo.md", "stories.csv, baselines.csv", k_of_dpo),
     Claim("docs/dpo.md", "learning.csv", ends_of_the_default_run),
     Claim("docs/dpo.md", "untrained.csv", before_low_entropy),
-    Claim("lab/chat/README.md", "log 2", loss_before_training),
-    Claim("lab/chat/README.md docs/first_run.md", "chat.csv", minutes_of_chat),
-    Claim("lab/controls/README.md", "controls.csv, the tuning", seeds_without_a_clip),
-    Claim("lab/controls/README.md", "controls.csv", recovered_accuracy),
-    Claim("lab/controls/README.md", "controls.csv, the tuning", best_rivals),
-    Claim("lab/controls/README.md", "controls.csv", largest_fall),
-    Claim("lab/controls/README.md", "controls.csv", ends_of_the_games),
-    Claim("lab/miniatures/README.md", "the paper's Table 3", scores_of_the_paper),
-    Claim("lab/time/README.md", "time.csv", times),
-    Claim("lab/real_run/README.md", "real_run.csv", real_run),
     Claim("docs/kto.md", "learning.csv", ends_of_kto),
     Claim("docs/grpo.md", "untrained.csv", before_tales),
+    Claim("docs/grpo_math.md", "real_run.csv", real_run),
     Claim("docs/grpo_math.md", "untrained.csv", before_the_game),
     Claim("docs/grpo_math.md", "controls.csv, the tuning", high_rate),
     Claim("docs/grpo_math.md", "controls.csv", end_behind_no_clip),
-    Claim("docs/replication.md", "controls.csv, the tuning", high_rate),
-    Claim("docs/replication.md", "stories.csv", leads_at_checkpoints),
-    Claim("docs/replication.md", "baselines.csv, the tuning", best_settings_of_the_tuning),
-    Claim("docs/replication.md", "stories.csv, the tuning", shares_by_k),
+    Claim("docs/curves.md", "figure1.csv, stale.csv", ranges_of_default_runs),
+    Claim(REPLICATION, "stories.csv", leads_at_checkpoints),
+    Claim(REPLICATION, "controls.csv", recovered_by_two),
+    Claim(REPLICATION, "controls.csv", recovered_accuracy),
+    Claim(REPLICATION, "controls.csv", cost_of_old_games),
+    Claim(REPLICATION, "controls.csv", end_behind_no_clip),
+    Claim(REPLICATION, "time.csv", shares_of_time),
+    Claim(REPLICATION, "parity.csv", behind_by_the_reward),
+    Claim(REPLICATION, "figure10.csv", trust_region),
+    Claim(REPLICATION, "sums.csv", holm_of_sums),
+    Claim("lab/chat/README.md", "log 2", loss_before_training),
+    Claim("lab/chat/README.md", "chat.csv", minutes_of_chat),
+    Claim(CONTROLS, "controls.csv, the tuning", seeds_without_a_clip),
+    Claim(CONTROLS, "controls.csv", recovered_accuracy),
+    Claim(CONTROLS, "controls.csv, the tuning", best_rivals),
+    Claim(CONTROLS, "controls.csv", largest_fall),
+    Claim(CONTROLS, "controls.csv", ends_of_the_games),
+    Claim("lab/miniatures/README.md", "the paper's Table 3", scores_of_the_paper),
+    Claim("lab/time/README.md", "time.csv", times),
+    Claim("lab/real_run/README.md", "real_run.csv", real_run),
 ]
 
 

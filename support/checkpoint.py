@@ -60,8 +60,11 @@ def hash_data(args, groups: list[tuple]) -> str:
 
     Raises InputError if a rank (on another machine) has other data or other flags.
     """
-    ids = [example.prompt_ids + example.completion_ids for group in groups for example in group]
-    data_hash = hashlib.sha256(b"".join(ids)).hexdigest()  # the bytes of arrays
+    ids = hashlib.sha256()
+    for group in groups:
+        for example in group:
+            ids.update(example.prompt_ids + example.completion_ids)  # the bytes of an array
+    data_hash = ids.hexdigest()
     local = (data_hash, vars(args))
     if run.gather(local) != [local] * dist.get_world_size():
         raise InputError("the ranks have different rows in --dataset, or different flags")

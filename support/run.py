@@ -131,7 +131,7 @@ def load_args(Args, folder: str, file: str):
     saved = json.loads(path.read_text())
     if saved.pop("script") != Path(file).stem:
         raise InputError(f"--resume {folder}: it is not a run of {Path(file).name}")
-    saved.pop("versions")
+    saved.pop("versions", None)
     return Args(**saved)
 
 

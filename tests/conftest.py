@@ -18,14 +18,6 @@ os.environ["PYTHONUNBUFFERED"] = "1"  # the output of a rank stands in its order
 LONGEST = "checkpoint ranks trl_humanline notebook dpo sampling grpo_math grpo kto tools".split()
 
 
-def __getattr__(name):  # transition: files that are not merged yet import from here
-    if name.startswith(("pytest", "__")):
-        raise AttributeError(name)
-    import helpers
-
-    return getattr(helpers, name)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONGEST)

@@ -106,10 +106,6 @@ def run_main(script, arguments: list):
 
 def start_ranks(ranks: int, runs: list, worker=run_main, script="dpo_humanline") -> list:
     """Starts the ranks of a run. runs: argument lists, one after the other."""
-    if isinstance(worker, str):  # transition
-        from worker import run_file
-
-        worker = run_main if worker == "worker.py" else partial(run_file, worker)
     env = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     env["MASTER_ADDR"] = "127.0.0.1"
     ports = [free_port() for _ in runs]

@@ -11,11 +11,10 @@ import shutil
 from dataclasses import fields, replace
 
 import pytest
-from conftest import SCRIPTS, TOY, write_rows
-from conftest import refused as in_a_process
+from helpers import SCRIPTS, TOY, run_here, write_rows
+from helpers import refused as in_a_process
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
-from worker import run_here
 
 import utils
 from support import run

@@ -351,7 +351,6 @@ BROKEN = [  # completions that offline training skips or refuses
     {"chosen": "a"},
     {"chosen": 5, "rejected": [U("no answer")]},
     {"chosen": ["a", 5], "rejected": {"text": "b"}},
-    {"chosen": [U("Who"), A("a")], "rejected": [U("Where"), A("a")]},
     {"completion": "a", "label": None},
     {"completion": "é", "label": "maybe"},
     {"completions": ["a", "b"], "scores": [1, 1]},
@@ -374,9 +373,9 @@ def test_online_reads_prompts_whatever_completions_a_row_has(load, script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_online_finds_the_prompt_of_conversations(load, script):
-    rows = [{"chosen": [U("Hi"), A("a")], "rejected": [U("Hi"), A("a")]}]
-    groups, _ = load(rows, script=importlib.import_module(script), online=True)
-    assert [texts(group) for group in groups] == [["<s><|user|>Hi</s><|assistant|>", ""]]
+    row = {"chosen": [U("Hi"), A("a")], "rejected": [U("Who"), A("a")]}
+    groups, _ = load([row, row | {"prompt": "Bye"}], script=importlib.import_module(script), online=True)
+    assert [texts(group) for group in groups] == [["<s><|user|>Hi</s><|assistant|>", ""]] * 2
 
 
 @pytest.mark.parametrize("online", [False, True])

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import SHARED, read_rows
+from helpers import SHARED, read_rows
 
 import grpo_math_humanline as script
 from support import grading

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import (
+from helpers import (
     PAIRS,
     ROOT,
     SCRIPTS,
@@ -30,6 +30,7 @@ from conftest import (
     finish,
     metrics,
     parse_args,
+    run_here,
     run_ranks,
     start_ranks,
     write_rows,
@@ -43,7 +44,6 @@ from transformers import (
     AutoTokenizer,
     GPT2Config,
 )
-from worker import run_here
 
 import dpo_humanline
 import grpo_humanline

@@ -562,6 +562,7 @@ def test_a_trust_region_syncs_after_every_kth_update_and_clips_nothing(tmp_path)
             assert abs(step["rewards/chosen"]) > 0.01  # with clipping it would be below 1e-7
 
 
+@pytest.mark.slow
 def test_a_trust_region_is_for_offline_data(tmp_path):
     for name in ("dpo_humanline", "grpo_math_humanline"):
         online = ["--online"] if name == "dpo_humanline" else []
@@ -569,6 +570,7 @@ def test_a_trust_region_is_for_offline_data(tmp_path):
         assert done.returncode == 1 and done.stderr.count("error: trust-region is for offline data") == 1
 
 
+@pytest.mark.slow
 def test_without_clipping_training_is_as_with_infinite_bounds_and_the_metrics_have_the_bounds(tmp_path):
     flags = ["--k", "2", "--num-steps", "4", *SHORT]
     done = train("no-clipping", "dpo_humanline", tmp_path / "run", *flags)
@@ -587,6 +589,7 @@ def test_without_clipping_training_is_as_with_infinite_bounds_and_the_metrics_ha
         assert step | dict.fromkeys(clipped, 0) == other | dict.fromkeys(clipped, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cispo", "dppo", "bapo"])
 def test_a_run_trains_with_the_variant(name, tmp_path):
     """In the first step after sampling the gradient is the script's, and then it is the variant's."""
@@ -601,6 +604,7 @@ def test_a_run_trains_with_the_variant(name, tmp_path):
     assert its_second["grad_norm"] != pytest.approx(second["grad_norm"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_oapl_and_hypo_train(tmp_path):
     """OAPL's gradient differs from the script's in the first step; HyPO's does from DPO's."""
     flags = ["--no-humanline", "--engine", "hf", "--num-steps", "2", "--sample-every", "2", "--lr", "1e-3"]
@@ -712,6 +716,7 @@ class Judge(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_the_command_judges_every_output_with_our_annotator_and_the_packages_prompt(tmp_path):
     constants = pytest.importorskip("alpaca_eval.constants")
     (tmp_path / "ref.json").write_text(json.dumps(REFERENCE))

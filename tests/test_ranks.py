@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -135,20 +134,6 @@ def test_no_disk_in_common(tmp_path):
     said = refused_by_machines(tmp_path, flags, flags)
     assert said == "error: --output-dir run is not on a disk that all machines see\n"
     assert len(metrics(tmp_path / "first/run")) == 1  # the first checkpoint comes after the first step
-
-
-@pytest.mark.slow
-def test_a_resume_from_folders_of_which_each_machine_has_its_own(tmp_path):
-    """Each machine would load half of another checkpoint."""
-    flags = ["--num-steps", "2", "--batch-size", "8", "--eval-samples", "0", "--dataset", PAIRS]
-    run_ranks(1, [[*flags, "--checkpoint-every", "1", "--output-dir", str(tmp_path / "run")]])
-    for machine in ("first", "second"):
-        shutil.copytree(tmp_path / "run", tmp_path / machine / "run")
-    shutil.rmtree(tmp_path / "second/run/checkpoints/step-000002")
-    before = (tmp_path / "first/run/metrics.jsonl").read_text()
-    flags = ["--resume", "run", "--num-steps", "4"]
-    assert "the ranks read different steps from" in refused_by_machines(tmp_path, flags, flags)
-    assert (tmp_path / "first/run/metrics.jsonl").read_text() == before
 
 
 # === CUDA ===

@@ -245,7 +245,7 @@ def run_example(folder, monkeypatch, script, page: str, name: str, *flags) -> li
 
 
 def test_the_pages_function_gives_the_rewards_of_online_grpo(tmp_path, monkeypatch):
-    flags = [*ONLINE, "--max-new-tokens", "20", "--round-prompts", "16"]
+    flags = "--online --reward-model= --round-prompts 16 --batch-size 8 --max-new-tokens 20".split()
     samples = run_example(tmp_path, monkeypatch, grpo_humanline, "grpo.md", "SCORE = short", *flags)
     for sample in samples:
         assert sample["reward"] == pytest.approx(sample["finished"] - 0.1 * sample["tokens"], abs=1e-6)

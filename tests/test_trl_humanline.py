@@ -21,8 +21,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ROOT, read_rows, write_rows
 from datasets import Dataset
+from helpers import ROOT, read_rows, write_rows
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, set_seed
