@@ -122,7 +122,7 @@ def test_the_sliders_change_the_numbers_to_what_the_script_computes(folder, name
     (last,) = [step for step in data["steps"] if step["step"] == 6]
     line = metrics(folder / name)[6]
     for key, value in replay(script, args, last)[0].items():
-        assert float(value) == pytest.approx(line[key], rel=1e-4, abs=1e-6), key
+        assert value.item() == pytest.approx(line[key], rel=1e-4, abs=1e-6), key
     for bound in (0.3, 1.5):
         dom = browse(page, f"step=6&bound={bound}")
         shown = numbers(dom)
