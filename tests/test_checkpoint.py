@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from array import array
 from functools import cache
 from types import SimpleNamespace
 
@@ -563,7 +564,9 @@ def test_a_disk_that_is_full_ends_all_ranks_and_the_last_checkpoint_resumes(tmp_
 
 def test_other_flags_or_rows_of_a_rank_are_refused(one_rank, monkeypatch):
     args = dpo_humanline.Args()
-    checkpoint.hash_data(args, [])
+    ids = array("i", [1, 2])
+    desirable, undesirable = [(Example("", ids, ids, desirable=label),) for label in (True, False)]
+    assert checkpoint.hash_data(args, [desirable]) != checkpoint.hash_data(args, [undesirable])
     monkeypatch.setattr(run, "gather", lambda value: [("the hash of a rank on another machine", vars(args))])
     with pytest.raises(InputError, match="different rows in --dataset, or different flags"):
         checkpoint.hash_data(args, [])
