@@ -439,12 +439,6 @@ def recovered_accuracy() -> list[str]:
     return written(2, *(ends[arms] - ends["ε 0.2"]) / (ends["S = 1"] - ends["ε 0.2"]))
 
 
-def best_rivals() -> list[str]:
-    """Returns the best setting of each rival in the tuning of `controls`."""
-    best = tuning("controls")["game"].groupby("arm").max()
-    return written(3, *best[["CISPO", "IcePop", "GSPO", "M2PO", "OAPL", "DPPO", "BAPO"]])
-
-
 def largest_fall() -> list[str]:
     """Returns the largest fall of a humanline run of `controls` below its best evaluation so far."""
     rows = read("controls").query("arm == 'humanline, k=16'")
@@ -657,10 +651,8 @@ CLAIMS = [
     Claim(REPLICATION, "figure10.csv", trust_region),
     Claim(REPLICATION, "sums.csv", holm_of_sums),
     Claim("lab/chat/README.md", "log 2", loss_before_training),
-    Claim("lab/chat/README.md", "chat.csv", minutes_of_chat),
     Claim(CONTROLS, "controls.csv, the tuning", seeds_without_a_clip),
     Claim(CONTROLS, "controls.csv", recovered_accuracy),
-    Claim(CONTROLS, "controls.csv, the tuning", best_rivals),
     Claim(CONTROLS, "controls.csv", largest_fall),
     Claim(CONTROLS, "controls.csv", met_by_clipping_alone),
     Claim("lab/miniatures/README.md", "the paper's Table 3", scores_of_the_paper),
