@@ -466,7 +466,7 @@ def choose_attention(model, longest: int) -> str:
         found[name] = (logps[:, 1:8] - expected).abs().mean(1).max()  # of the worse sequence
         if found[name] <= limit:
             return name
-    raise InputError(f"--model: log-probs depend on later tokens, on noise or on a factor: {found}")
+    raise InputError(f"--model: log-probs depend on later tokens, on noise (dropout) or on a factor: {found}")
 
 
 # === Head log-probs ===

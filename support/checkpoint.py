@@ -56,15 +56,16 @@ def training_state(policy, reference, optimizer, progress: Progress) -> dict:
 
 
 def hash_data(args, groups: list[tuple]) -> str:
-    """Returns a hash of all token ids, by which a resumed run finds out whether its data has changed.
+    """Returns a hash of the rows, by which a resumed run finds out whether its data has changed.
 
     Raises InputError if a rank (on another machine) has other data or other flags.
     """
-    ids = hashlib.sha256()
+    content = hashlib.sha256()
     for group in groups:
         for example in group:
-            ids.update(example.prompt_ids + example.completion_ids)  # the bytes of an array
-    data_hash = ids.hexdigest()
+            content.update(example.prompt_ids + example.completion_ids)  # the bytes of an array
+            content.update(repr((example.reward, example.desirable, example.answer)).encode())
+    data_hash = content.hexdigest()
     local = (data_hash, vars(args))
     if run.gather(local) != [local] * dist.get_world_size():
         raise InputError("the ranks have different rows in --dataset, or different flags")
@@ -180,7 +181,7 @@ def load_checkpoint(args, folder: Path, policy, reference, optimizer, groups: li
     if not checkpoints:
         return progress
     state = training_state(policy, reference, optimizer, progress)
-    read_state(checkpoints[0], state)
+    read_state(checkpoints[0], state)  # also into `progress`, with the data's hash at that time
     # Settings that other optimizers keep in param_groups, for example Prodigy's d, are part of their state.
     for group, saved in zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
         for name in saved.keys() - ADAMW_SETTINGS:

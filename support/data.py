@@ -14,6 +14,7 @@ import re
 import unicodedata
 from array import array
 from contextlib import suppress
+from datetime import datetime
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -331,6 +332,9 @@ def truncate_after_eos(ids: list[int], eos_ids: set[int]) -> list[int]:
 # The text of a prompt and its completions, as the chat template renders it.
 
 
+DATE = datetime(2024, 7, 26)  # of Llama 3's template, when no date is given
+
+
 def render_conversation(tokenizer, prompt: str | list, completions) -> list[str]:
     """Returns the text of a prompt, and for each completion what follows when it answers the prompt.
 
@@ -384,6 +388,8 @@ def as_messages(value: str | list, role: str = "user") -> list[dict]:
 def render(tokenizer, messages: list[dict], **options) -> str:
     """Renders messages with the chat template.
 
-    Llama's template writes the date. It is fixed here, so that a resumed run reads the same tokens.
+    Some templates write the day's date, by `date_string` (Llama 3) or `strftime_now`. It is fixed here, so
+    that a run that is resumed on another day reads the same tokens.
     """
-    return tokenizer.apply_chat_template(messages, tokenize=False, date_string="26 Jul 2024", **options)
+    dates = {"date_string": DATE.strftime("%d %b %Y"), "strftime_now": DATE.strftime}
+    return tokenizer.apply_chat_template(messages, tokenize=False, **dates, **options)

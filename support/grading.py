@@ -94,7 +94,10 @@ def grade_all(grader, function, jobs: list[tuple]) -> list:
 
 
 def grade(gold: str, text: str, problem: str) -> bool | None:
-    """Returns whether the answer in a text equals the gold answer; None if the gold answer has no value."""
+    """Returns whether the answer in a text equals the gold answer; None if the gold answer has no value.
+
+    `problem` is for functions of your own, and is not read here.
+    """
     from math_verify import verify
 
     gold_value = parse_answer(gold)
@@ -103,18 +106,20 @@ def grade(gold: str, text: str, problem: str) -> bool | None:
         return None
     if value is None:
         return False
-    # An echo of the problem, 17 + 25, is no answer, but 42 and 17 + 25 = 42 are.
+    # An echo of the problem, 17 + 25, is no answer, but 42 and 17 + 25 = 42 are. An irrational number may
+    # have any form, because it is never worked out.
     answer = getattr(value, "rhs", value)
-    if getattr(answer, "is_number", False) and answer not in (answer.doit(), gold_value):
-        return False
+    if getattr(answer, "is_number", False) and answer != gold_value:
+        if answer.doit().is_Rational and not answer.is_Rational:
+            return False
     return verify(gold_value, value, timeout_seconds=None)
 
 
 def parse_answer(text: str):
     """Returns the value of the answer in a text as an object of sympy, or None if it has none.
 
-    If there is an <answer> tag, only the text in the last one counts. math_verify looks for a box first, then
-    for the last formula. A text without a box is put into one, so that math_verify finds a plain number.
+    If there is an <answer> tag, only the text in the last one counts. If this text has no box, all of it is
+    put into one. So math_verify finds a plain number, but no formula within a sentence.
     """
     from math_verify import LatexExtractionConfig, parse
 

@@ -74,12 +74,13 @@ def library_errors(place: str):
 
 # === Flags ===
 
-# Which rows a step uses, and which sampled groups wait for one, depend on these flags. Each script has some.
+# Flags that a resume cannot change: those on which the rows of a step depend, and the folder. Each script has
+# some of them.
 FIXED_BY_RESUME = {"batch_size", "group_size", "prompts_per_step", "round_prompts", "seed", "output_dir"}
 
 
 def parse_args(Args, file: str, doc: str, toy: dict, toy_online: dict, paper: dict, flags=None):
-    """Parses the flags, whose defaults are those of --resume, with --model the paper's, else the toy's.
+    """Parses the flags. The others have the values of the run that is resumed, the paper's, or the toy's.
 
     Args:
         Args: the dataclass of the script.
@@ -143,6 +144,8 @@ def check_flags(args, batch_size: int, score):
             raise InputError(f"--{name.replace('_', '-')} {value}: it must not be negative")
     if not args.log_epsilon_P < 0 < args.log_epsilon_R:
         raise InputError("--log-epsilon-P must be negative and --log-epsilon-R positive")
+    if args.max_grad_norm == 0:
+        raise InputError("--max-grad-norm 0 would make every gradient 0; inf: no clipping")
     if not args.dataset:
         raise InputError(f"--model {args.model} needs a --dataset")
     online = getattr(args, "online", False)  # grpo_math has no such flag
@@ -222,14 +225,18 @@ def share(items: list, part: int, parts: int) -> list:
 class Signals:
     """Records SIGINT and SIGTERM, so that a run can end after the current step (`checkpoint.save_at_exit`).
 
-    A second signal ends the process at once. torchrun kills its ranks 30 seconds after it received a signal.
-    If steps take longer, start it with `--shutdown-timeout SECONDS`.
+    A signal that comes two seconds later, or more, ends the process at once. An earlier one is the same
+    again: a terminal or a scheduler sends one to every process, and torchrun sends another to its ranks.
+
+    torchrun kills its ranks 30 seconds after it received a signal. If steps take longer, start it with
+    `--shutdown-timeout SECONDS`.
     """
 
     numbers = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self):
         self.received = 0  # the number of the signal that this rank has received
+        self.time = math.inf  # of the first one, in seconds
         for number in self.numbers:
             signal.signal(number, self.record)
         # A reward function may start processes, which a signal must end as usual. Around a fork signals wait,
@@ -241,8 +248,13 @@ class Signals:
         )
 
     def record(self, number: int, frame):
+        if time.monotonic() > self.time + 2:
+            self.release()
+            signal.raise_signal(number)
+        if self.received:
+            return
         self.received = number
-        self.release()
+        self.time = time.monotonic()
         if is_main():  # not by print, which must not be called while another print is running
             os.write(2, b"\nstopping after this step, with a checkpoint (again: at once, without)\n")
 
@@ -254,8 +266,8 @@ class Signals:
 
 
 # === Models ===
-# Other code relies on the order of a model's parameters (TransformersEngine.update), on their names
-# (VllmEngine.update, `export`) and on a head that is one nn.Linear (`token_logps`). Adapters such as LoRA
+# Other code relies on the order of a model's parameters (`sync_reference`), on their names (the engines,
+# `export`) and on a head that is one nn.Linear (`token_logps`). Adapters such as LoRA
 # change all three, so training, sampling or export would fail.
 
 
@@ -383,7 +395,8 @@ def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple], group
     print_main(f"model: {args.model}, {policy.num_parameters():,} parameters, {args.dtype}")
     humanline = "off"
     if args.humanline:
-        # The sync at step 0 copies equal weights. No step would use one after the last step.
+        # The sync at step 0 copies equal weights, and no step would use that of the last step. This leaves
+        # those at k, 2k and so on, up to num_steps - 2.
         syncs = max(0, args.num_steps - 2) // args.k if args.k else 0
         advice = "" if syncs or not args.k else " (lower --k)"
         humanline = f"log-ratios clipped to [{args.log_epsilon_P}, {args.log_epsilon_R}]; "
@@ -463,7 +476,7 @@ class Log:
         append_line(self.folder / "metrics.jsonl", metrics)
         self.write_tensorboard(metrics, metrics["step"])
         # Not the loss: after each sync it begins again where it began.
-        if "rewards/accuracy" in metrics:  # mathematics
+        if "rewards/accuracy" in metrics:  # mathematics (pairs have rewards/accuracies)
             self.shown["accuracy"] = metrics["rewards/accuracy"]
         elif "rollout/reward_mean" in metrics:  # the first step of an online round
             self.shown["reward"] = metrics["rollout/reward_mean"]

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from array import array
 from functools import cache
 from types import SimpleNamespace
 
@@ -162,11 +163,24 @@ def test_a_second_signal_ends_a_run_within_its_step(tmp_path):
     while lines(folder) < 2 and process.is_alive():
         time.sleep(0.002)
     time.sleep(0.5)
-    for _ in range(2):
-        os.kill(process.pid, INT)
-        time.sleep(0.3)
+    os.kill(process.pid, INT)
+    time.sleep(2.5)
+    os.kill(process.pid, INT)
     (output,) = finish([process], timeout=30)
     assert process.exitcode == -INT and "stopping after this step" in output
+
+
+def test_a_scheduler_and_torchrun_may_both_send_a_signal(tmp_path):
+    """Slurm sends one to every process, and torchrun another to its ranks: no checkpoint was written."""
+    folder = tmp_path / "run"
+    (process,) = start_ranks(1, [[*DPO, "--num-steps", "5000", "--output-dir", str(folder)]])
+    while lines(folder) < 2 and process.is_alive():
+        time.sleep(0.002)
+    for _ in range(3):
+        os.kill(process.pid, TERM)
+        time.sleep(0.02)
+    (output,) = finish([process])
+    assert process.exitcode == 128 + TERM and steps_saved(folder)[0] == lines(folder)
 
 
 def run_with_endless_step(script, arguments):
@@ -550,7 +564,9 @@ def test_a_disk_that_is_full_ends_all_ranks_and_the_last_checkpoint_resumes(tmp_
 
 def test_other_flags_or_rows_of_a_rank_are_refused(one_rank, monkeypatch):
     args = dpo_humanline.Args()
-    checkpoint.hash_data(args, [])
+    ids = array("i", [1, 2])
+    desirable, undesirable = [(Example("", ids, ids, desirable=label),) for label in (True, False)]
+    assert checkpoint.hash_data(args, [desirable]) != checkpoint.hash_data(args, [undesirable])
     monkeypatch.setattr(run, "gather", lambda value: [("the hash of a rank on another machine", vars(args))])
     with pytest.raises(InputError, match="different rows in --dataset, or different flags"):
         checkpoint.hash_data(args, [])

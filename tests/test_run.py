@@ -58,6 +58,7 @@ def check(script, *flags):
         (dpo_humanline, ["--k", "-1"], "--k -1: it must not be negative"),
         (grpo_humanline, ["--epsilon", "-0.1"], "--epsilon -0.1: it must not be negative"),
         (grpo_math_humanline, ["--keep-checkpoints", "-2"], "--keep-checkpoints -2"),
+        (dpo_humanline, ["--max-grad-norm", "0"], "would make every gradient 0; inf: no clipping"),
         (kto_humanline, ["--log-epsilon-P", "0.5"], "--log-epsilon-P must be negative and"),
         (dpo_humanline, ["--log-epsilon-R", "nan"], "--log-epsilon-P must be negative and"),
         (dpo_humanline, ["--model", "gpt2"], "--model gpt2 needs a --dataset"),

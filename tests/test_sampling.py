@@ -253,14 +253,18 @@ def test_the_pages_function_gives_the_rewards_of_online_grpo(tmp_path, monkeypat
     assert metrics(tmp_path / "run")[0]["grad_norm"] > 0
 
 
-def test_the_pages_function_reads_another_column_of_the_row(tmp_path, monkeypatch):
+def test_a_function_reads_another_column_of_the_row(tmp_path, monkeypatch):
+    def has_words(samples):
+        return [sum(word in sample.text for word in sample.row["words"]) for sample in samples]
+
+    monkeypatch.setattr(grpo_humanline, "SCORE", has_words)
     words = [["rose"], ["iris", "lily"], ["fern", "rose", "tulip"], ["daisy"]]
     names = ("king", "queen", "boy", "girl")
     rows = [{"prompt": f"for {name}", "words": words} for name, words in zip(names, words)]
     data = write_rows(tmp_path / "data.jsonl", rows)
     flags = [*ONLINE, "--dataset", data, "--eval-dataset", data, "--max-new-tokens", "12"]
-    flags += ["--round-prompts", "4", "--samples-per-prompt", "8"]
-    samples = run_example(tmp_path, monkeypatch, grpo_humanline, "grpo.md", "SCORE = has_words", *flags)
+    flags += ["--round-prompts", "4", "--samples-per-prompt", "8", "--eval-samples", "8", "--num-steps", "2"]
+    samples = read_rows(run_here(grpo_humanline, *flags, "--output-dir", tmp_path / "run") / "samples.jsonl")
     columns = {row["prompt"]: row["words"] for row in rows}
     for sample in samples:
         assert sample["reward"] == sum(word in sample["sample"] for word in columns[sample["prompt"]])

@@ -48,28 +48,36 @@ def numbers(dom: str) -> dict[str, str]:
     return dict(re.findall(r'data-name="([^"]+)">([^<]+)<', dom))
 
 
-def batch_metrics(script, args, step: dict) -> dict[str, float]:
-    """Computes the metrics of a step of the page with the functions of the script."""
+def replay(script, args, step: dict) -> tuple[dict, list[float]]:
+    """Computes the metrics of a step of the page, and the push on each token, with autograd."""
     rows = [row for group in step["groups"] for row in group["rows"]]
     if hasattr(script, "dpo_loss"):  # the chosen completions first
         rows = rows[::2] + rows[1::2]
     x, mask = padded([row["x"] for row in rows])
-    clipped = script.clip_log_ratio(args, x)
+    clipped = script.clip_log_ratio(args, x.requires_grad_())
     A = torch.tensor([row["A"] for row in rows], dtype=torch.float64)
     found = {name: mean(values, mask) for name, values in script.clipping_metrics(args, x).items()}
     if hasattr(script, "dpo_loss"):
         chosen, rejected = script.implicit_rewards(clipped, mask, args.beta)
         losses = script.dpo_loss(clipped, mask, args.beta)
-        return found | {"loss": losses.mean(), "rewards/margins": (chosen - rejected).mean()}
-    if hasattr(script, "kto_loss"):
+        found |= {"loss": losses.mean(), "rewards/margins": (chosen - rejected).mean()}
+    elif hasattr(script, "kto_loss"):
         others, others_mask = padded(step["mismatched"])
         z_0 = (script.clip_log_ratio(args, others) * others_mask).sum(-1).mean().clamp(min=0)
         margins = script.kto_margins(clipped, mask, A > 0, z_0, args.beta)
         losses = script.kto_loss(margins, A > 0, args.lambda_D, args.lambda_U)
-        return found | {"loss": losses.mean(), "kto/z_0": z_0}
-    losses = script.grpo_loss(clipped, x, A, args.beta, args.epsilon)
-    own = script.grpo_metrics(clipped, x, A, args.epsilon)["grpo/clip_fraction"]
-    return found | {"loss": mean(losses, mask), "grpo/clip_fraction": mean(own, mask)}
+        found |= {"loss": losses.mean(), "kto/z_0": z_0}
+    else:
+        own = script.grpo_metrics(clipped, x, A, args.epsilon)["grpo/clip_fraction"]
+        found["loss"] = mean(script.grpo_loss(clipped, x, A, args.beta, args.epsilon), mask)
+        found["grpo/clip_fraction"] = mean(own, mask)
+        losses = script.grpo_loss(
+            clipped, x, A, 0.0, args.epsilon
+        )  # the page's push is without the KL penalty
+    (gradient,) = torch.autograd.grad(losses.sum(), x)
+    pushes = {id(row): -gradient[i][mask[i].bool()] for i, row in enumerate(rows)}
+    shown = [row for group in step["groups"] for row in group["rows"] if "texts" in row]
+    return found, torch.cat([pushes[id(row)] for row in shown]).tolist()
 
 
 def padded(rows: list[list[float]]):
@@ -113,15 +121,18 @@ def test_the_sliders_change_the_numbers_to_what_the_script_computes(folder, name
     args = load_args(script.Args, str(folder / name), script.__file__)
     (last,) = [step for step in data["steps"] if step["step"] == 6]
     line = metrics(folder / name)[6]
-    for key, value in batch_metrics(script, args, last).items():
-        assert float(value) == pytest.approx(line[key], rel=1e-4, abs=1e-6), key
+    for key, value in replay(script, args, last)[0].items():
+        assert value.item() == pytest.approx(line[key], rel=1e-4, abs=1e-6), key
     for bound in (0.3, 1.5):
-        shown = numbers(browse(page, f"step=6&bound={bound}"))
+        dom = browse(page, f"step=6&bound={bound}")
+        shown = numbers(dom)
         args = replace(args, humanline=True, log_epsilon_P=-bound, log_epsilon_R=bound)
         if name == "grpo plain":  # asymmetric bounds keep their quotient
             args = replace(args, log_epsilon_P=-bound / 3)
-        expected = {key: f"{value:.4f}" for key, value in batch_metrics(script, args, last).items()}
-        assert shown == expected
+        found, pushes = replay(script, args, last)
+        assert shown == {key: f"{value:.4f}" for key, value in found.items()}
+        titles = re.findall(r"push (-?[0-9.]+)", dom[: dom.index("<script")])
+        assert [float(push) for push in titles] == pytest.approx(pushes, abs=6e-5)
         assert float(shown["humanline/clipped_low"]) + float(shown["humanline/clipped_high"]) > 0 or bound > 1
 
 
