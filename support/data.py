@@ -14,7 +14,6 @@ import re
 import unicodedata
 from array import array
 from contextlib import suppress
-from datetime import datetime
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -332,7 +331,9 @@ def truncate_after_eos(ids: list[int], eos_ids: set[int]) -> list[int]:
 # The text of a prompt and its completions, as the chat template renders it.
 
 
-DATE = datetime(2024, 7, 26)  # of Llama 3's template, when no date is given
+# Takes the place of the function of this name that transformers gives to templates. Llama 3's template reads
+# `date_string` instead.
+FIXED_DATE = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro -%}"
 
 
 def render_conversation(tokenizer, prompt: str | list, completions) -> list[str]:
@@ -388,8 +389,9 @@ def as_messages(value: str | list, role: str = "user") -> list[dict]:
 def render(tokenizer, messages: list[dict], **options) -> str:
     """Renders messages with the chat template.
 
-    Some templates write the day's date, by `date_string` (Llama 3) or `strftime_now`. It is fixed here, so
-    that a run that is resumed on another day reads the same tokens.
+    Some templates write the day's date. It is fixed here, so that a run that is resumed on another day reads
+    the same tokens.
     """
-    dates = {"date_string": DATE.strftime("%d %b %Y"), "strftime_now": DATE.strftime}
-    return tokenizer.apply_chat_template(messages, tokenize=False, **dates, **options)
+    template = FIXED_DATE + tokenizer.chat_template
+    options |= {"chat_template": template, "date_string": "26 Jul 2024", "tokenize": False}
+    return tokenizer.apply_chat_template(messages, **options)
