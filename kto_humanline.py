@@ -109,7 +109,7 @@ class Args:
     seed: int = 1  # seed of data order and sampling
     output_dir: str = ""  # run folder; empty: runs/<script>__<seed>__<time>
     resume: str = ""  # run folder to resume; most flags given with it override the run's settings
-    checkpoint_every: int = 100  # steps between checkpoints, with one at the end; 0: only if a run ends early
+    checkpoint_every: int = 100  # steps between checkpoints; 0: only one, at the end or if a run ends early
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     eval_every: int = 0  # steps between evaluations; 0: only before and after training
     eval_samples: int = 256  # held-out rows whose prompts are sampled, from the first on; 0: none

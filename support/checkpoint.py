@@ -42,8 +42,8 @@ class Progress:
 def training_state(policy, reference, optimizer, progress: Progress) -> dict:
     """Returns what a checkpoint holds: sharded tensors and plain objects, by name.
 
-    Resuming writes into these tensors and dicts in place. Of something that only returns copies, such as a
-    scheduler's `state_dict()`, `load_checkpoint` must also call `load_state_dict`.
+    Resuming writes into these tensors in place. Of something that only returns copies, such as a scheduler's
+    `state_dict()`, `load_checkpoint` must also call `load_state_dict`.
 
     If the optimizer has made no step, get_optimizer_state_dict first creates its moments.
     """
@@ -51,7 +51,7 @@ def training_state(policy, reference, optimizer, progress: Progress) -> dict:
         "policy": policy.state_dict(),
         "reference": reference.state_dict(),
         "optimizer": get_optimizer_state_dict(policy, optimizer),
-        "progress": vars(progress),
+        "progress": (vars(progress),),  # a tuple, because torch would take a dict apart
     }
 
 
@@ -83,9 +83,9 @@ def save_at_exit(args, folder: Path, policy, reference, optimizer, progress: Pro
     occurs on one rank alone, the others cannot leave their step, and no checkpoint is written.
 
     Yields:
-        A function that the loop calls after every step. It saves every --checkpoint-every steps and after the
-        last one, which is for a finished run that is resumed with a larger --num-steps. After SIGINT or
-        SIGTERM on any rank, it saves and ends all ranks.
+        A function that the loop calls after every step. It saves every --checkpoint-every steps, and after
+        the last one, from which a run can also continue with a larger --num-steps. After SIGINT or SIGTERM
+        on any rank, it saves and ends all ranks.
     """
     save = partial(save_checkpoint, args, folder, policy, reference, optimizer, progress)
     # A group of its own, because an error may have interrupted an exchange of the default group.
@@ -95,7 +95,8 @@ def save_at_exit(args, folder: Path, policy, reference, optimizer, progress: Pro
     def end_step():
         signal_number = max(run.gather(signals.received))  # all ranks must stop after the same step
         every = args.checkpoint_every
-        if signal_number or (every > 0 and (progress.step % every == 0 or progress.step == args.num_steps)):
+        is_last = progress.step == args.num_steps
+        if signal_number or is_last or (every > 0 and progress.step % every == 0):
             save()
         if signal_number:
             print_resume_command(folder, progress)
@@ -181,7 +182,12 @@ def load_checkpoint(args, folder: Path, policy, reference, optimizer, groups: li
     if not checkpoints:
         return progress
     state = training_state(policy, reference, optimizer, progress)
-    read_state(checkpoints[0], state)  # also into `progress`, with the data's hash at that time
+    with_moments = read_state(checkpoints[0], state)
+    vars(progress).update(*state["progress"])
+    # `training_state` has created the moments of all weights, also of those that have had no gradient yet.
+    for name, weight in policy.named_parameters():
+        if f"optimizer.state.{name}" not in with_moments:
+            optimizer.state.pop(weight, None)
     # Settings that other optimizers keep in param_groups, for example Prodigy's d, are part of their state.
     for group, saved in zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
         for name in saved.keys() - ADAMW_SETTINGS:
@@ -194,10 +200,12 @@ def load_checkpoint(args, folder: Path, policy, reference, optimizer, groups: li
     return progress
 
 
-def read_state(checkpoint: Path, state: dict):
-    """Reads a checkpoint into the tensors and dicts of `state`, in place."""
-    # By default dcp.load refuses a checkpoint that lacks a tensor. A weight that never had a gradient (a
-    # vision tower's) has no moments, so this is allowed, and all other names are compared here.
+def read_state(checkpoint: Path, state: dict) -> set[str]:
+    """Reads a checkpoint into `state`, in place. Returns "optimizer.state.NAME" of each weight with moments.
+
+    By default dcp.load refuses a checkpoint that lacks a tensor. A weight that never had a gradient (a vision
+    tower's) has no moments, so this is allowed, and all other names are compared here.
+    """
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     try:
         metadata = dcp.FileSystemReader(checkpoint).read_metadata()
@@ -212,6 +220,7 @@ def read_state(checkpoint: Path, state: dict):
         if names != saved:
             raise InputError(f"not both in {checkpoint} and in this run: {', '.join(sorted(names ^ saved))}")
         dcp.load(state, checkpoint_id=checkpoint, planner=planner)
+        return with_moments
     except (*UNREADABLE, dcp.CheckpointException) as error:
         causes = [cause for cause, _ in getattr(error, "failures", {0: (error, None)}).values()]
         if not all(isinstance(cause, UNREADABLE) for cause in causes):

@@ -374,6 +374,8 @@ def as_rewards(values, count: int) -> torch.Tensor:
 
     values: numbers, or tensors of one number, in the order of the samples.
     """
+    if isinstance(values, dict | set | str | bytes):  # iterating would give keys, another order, or digits
+        raise InputError(f"the rewards must be a list of numbers, not a {type(values).__name__}")
     rewards = torch.tensor([float(value) for value in values], dtype=torch.float64)
     if len(rewards) != count or not rewards.isfinite().all():
         raise InputError(f"the rewards must be {count} finite numbers, not {rewards}")

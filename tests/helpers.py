@@ -314,7 +314,7 @@ def read_checkpoint(folder: Path, step: int) -> dict:
 
 def read_pool(folder: Path, step: int) -> list[tuple]:
     """Returns the groups that wait in a run's checkpoint."""
-    return read_checkpoint(folder, step)["progress"]["pool"]
+    return read_checkpoint(folder, step)["progress"][0]["pool"]
 
 
 def full_logps(model, input_ids, mask, temperature=1.0):

@@ -195,7 +195,8 @@ def run_with_endless_step(script, arguments):
 
 
 def run_folder(arguments):
-    return checkpoint.Path(arguments[arguments.index("--output-dir") + 1])
+    flag = "--output-dir" if "--output-dir" in arguments else "--resume"
+    return checkpoint.Path(arguments[arguments.index(flag) + 1])
 
 
 # === Errors in the loop (the loop has one exit) ===
@@ -380,6 +381,31 @@ def test_the_state_of_another_optimizer_comes_back_as_it_was(tmp_path):
         assert state["calls"] == 5 and state["trace"].dtype == torch.bfloat16
 
 
+def run_with_late_weight(script, arguments):
+    """Is a worker: the head has no gradient in the first four steps, and Progress has a dict."""
+
+    class AdamW(torch.optim.AdamW):
+        def step(self, closure=None):
+            if lines(run_folder(arguments)) < 4:
+                self.param_groups[0]["params"][-1].grad = None
+            super().step()
+
+    torch.optim.AdamW = AdamW
+    original = checkpoint.Progress
+    checkpoint.Progress = lambda data_hash: original(data_hash, pool=[{"a": {"b": 1}}])
+    run_main(script, arguments)
+
+
+def test_a_weight_that_gets_its_first_gradient_after_a_resume_has_new_moments(tmp_path):
+    """AdamW's count of its steps was 1 too high, and a dict in Progress could not be resumed."""
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    flags = [*DPO, "--num-steps", "6", "--checkpoint-every", "2"]
+    run_ranks(1, [[*flags, "--output-dir", str(whole)]], run_with_late_weight)
+    run_ranks(1, [[*flags, "--num-steps", "2", "--output-dir", str(folder)]], run_with_late_weight)
+    run_ranks(1, [["--resume", str(folder), "--num-steps", "6"]], run_with_late_weight)
+    assert_same(folder, whole)
+
+
 def run_with_average(script, arguments):
     """Is a worker: a user's edit adds a tensor to the checkpoint, which begins at -7."""
     original = checkpoint.training_state
@@ -439,9 +465,10 @@ def read_older_on_rank_1(script, arguments):
     original = checkpoint.read_state
 
     def read_state(newest, state):
-        original(newest, state)
+        with_moments = original(newest, state)
         if os.environ["RANK"] == "1":
-            state["progress"]["step"] -= 1
+            state["progress"][0]["step"] -= 1
+        return with_moments
 
     checkpoint.read_state = read_state
     run_main(script, arguments)
@@ -498,7 +525,7 @@ def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(copy, tmp_path):
 @pytest.fixture
 def save(one_rank, tmp_path, monkeypatch):
     """Writes a checkpoint with a pool, and next to no weights."""
-    monkeypatch.setattr(checkpoint, "training_state", lambda *state: {"progress": vars(state[3])})
+    monkeypatch.setattr(checkpoint, "training_state", lambda *state: {"progress": (vars(state[3]),)})
     no_weights = SimpleNamespace(parameters=lambda: [])
 
     def save(step, pool=(), keep=2):
@@ -515,7 +542,7 @@ def test_the_pool_of_a_checkpoint_is_exact(save, tmp_path):
     odd = [Example(turns, [1, 2], [3], {1: {2}}, 0.1 + 0.2, True, "text", False), Example(turns, [7], [8, 9])]
     for step, pool in enumerate(([], [tuple(few)], [tuple(odd), (odd[1],)]), 1):
         save(step, pool)
-        assert repr(read_checkpoint(tmp_path, step)["progress"]["pool"]) == repr(pool)  # nan is not nan
+        assert repr(read_checkpoint(tmp_path, step)["progress"][0]["pool"]) == repr(pool)  # nan is not nan
 
 
 def test_the_newest_checkpoints_stay(save, tmp_path):
