@@ -135,7 +135,7 @@ MATH += ["--eval-samples", "16", "--warmup-fraction", "0"]
     ],
 )
 def test_rounds_are_sampled_by_vllm_where_it_is_installed(tmp_path, ranks, script, flags, rounds):
-    run_ranks(ranks, [[*flags, "--output-dir", str(tmp_path / "run")]], script=script)
+    run_ranks(ranks, [[*flags, "--output-dir", str(tmp_path / "run")]], script=script, timeout=600)
     steps = metrics(tmp_path / "run")
     assert len(steps) == int(flags[flags.index("--num-steps") + 1])
     sampled = [step for step in steps if "rollout/logp_diff_mean" in step]  # vLLM's rounds alone have it
@@ -150,7 +150,7 @@ def test_smollm2_is_sampled_as_it_is_trained_and_its_final_folder_answers_in_vll
     flags += ["--dataset", sums / "train.jsonl", "--dtype", "float32", "--lr", "1e-5", "--temperature", "1"]
     flags += ["--prompts-per-step", "4", "--group-size", "4", "--sample-every", "1", "--num-steps", "2"]
     flags += ["--max-new-tokens", "14", "--checkpoint-every", "0", "--output-dir", tmp_path / "run"]
-    run_ranks(1, [[*map(str, flags)]], script="grpo_math_humanline")
+    run_ranks(1, [[*map(str, flags)]], script="grpo_math_humanline", timeout=900)
     assert all(step["rollout/logp_diff_mean"] < 1e-4 for step in metrics(tmp_path / "run"))
     code = f"""
 from vllm import LLM, SamplingParams
