@@ -52,8 +52,8 @@ class Args:
     lambda_U: float = 1.0  # λ_U, weight of undesirable examples (Table 3)
     # humanline
 
-    # --no-humanline: no clipping, and syncs only when an online round starts. With --model, the settings that
-    # PAPER below has for this variant replace the defaults.
+    # --no-humanline: no clipping, and syncs only when an online round starts. With --model, PAPER below
+    # replaces defaults, but no flag that is given.
     humanline: bool = True
     # Optimizer steps between syncs of the reference (paper: 1; a first run: 16, docs/first_run.md); 0: syncs
     # only when an online round starts.
@@ -262,7 +262,7 @@ def main(args: Args):
     run.save_args(args, output_dir, __file__)
     log = run.Log(args, output_dir, progress.step, before)
 
-    # Whatever ends the loop, the last completed step is saved.
+    # Whatever ends the loop, the last completed step is saved, unless it is an error within an update.
     with checkpoint.save_at_exit(args, output_dir, policy, reference, optimizer, progress) as end_step:
         for step in range(progress.step, args.num_steps):
             metrics = {"step": step}
@@ -625,6 +625,7 @@ def evaluate(args, policy, reference, sampler, held_out: list[tuple], initial=No
         values["eval/margin"] = margins  # β · nats
     # A prompt that stands in several rows is sampled once for each of them.
     prompts = [group[0] for group in held_out[: args.eval_samples]]
+    # For eval/kl, the reference gets the initial policy's weights for a moment.
     samples, sample_values = sampler.evaluate(policy, reference, prompts, initial)
     return Evaluation(sample_values | values, logps, samples)  # in this order in the table at the end
 
