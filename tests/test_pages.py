@@ -240,6 +240,16 @@ def test_a_wrong_digit_is_named_with_page_and_csv():
 
 
 # === Numbers of the studies' pages ===
+def test_the_line_that_readme_prints_is_that_of_its_csv():
+    """The command is that of README, whose default seed is 1."""
+    printed = re.search(r"^eval/reward (.*) n = (\d+)$", read("README.md"), re.MULTILINE)
+    row = pd.read_csv(ROOT / "lab/real_run/first_run.csv").iloc[0]
+    columns = ("before", "before_error", "after", "after_error", "change", "change_error")
+    assert row.metric == "eval/reward" and row.seed == 1
+    assert printed[1].replace("±", " ").split() == [f"{row[name]:.3f}" for name in columns], "first_run.csv"
+    assert printed[2] == f"{row.n}"
+
+
 def tables_of(page: str) -> list[tuple[list[str], list[list[str]]]]:
     """Returns (head, rows) of all tables of a page."""
     found = []
