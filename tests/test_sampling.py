@@ -235,8 +235,8 @@ def run_example(folder, monkeypatch, script, page: str, name: str, *flags) -> li
     (block,) = (block for block in blocks if name in block)
     (folder / f"{script.__name__}_example.py").write_text(block)  # a module, which workers can import
     monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, f"{script.__name__}_example", raising=False)  # of another test
     example = importlib.import_module(f"{script.__name__}_example")
-    sys.modules.pop(example.__name__)
     for variable in ("SCORE", "GRADE"):
         if hasattr(example, variable):
             monkeypatch.setattr(script, variable, getattr(example, variable))
@@ -485,10 +485,10 @@ def test_any_number_of_ranks_and_engines_samples_the_same(rounds, tmp_path, rank
     """No prompt is lost or drawn twice, rewards belong to their samples, and the KL is the same."""
     run_ranks(ranks, [[*ROUNDS, "--output-dir", str(tmp_path / "run")]], worker)
     steps, others = metrics(rounds, True), metrics(tmp_path / "run", True)
-    agree(steps, others, [key for key in steps[0] if key.startswith("rollout/")], rel=1e-9)
+    agree(steps, others, [key for key in steps[0] if key.startswith("rollout/")], rel=1e-6)
     agree(steps, others, abs=1e-5)
     one, more = (json.loads((folder / "summary.json").read_text()) for folder in (rounds, tmp_path / "run"))
-    assert more["after"]["eval/kl"] == pytest.approx(one["after"]["eval/kl"], abs=1e-9)
+    assert more["after"]["eval/kl"] == pytest.approx(one["after"]["eval/kl"], abs=1e-6)
     assert one["before"]["eval/win_rate"] == [0.5, 0.0, 4] and one["after"]["eval/kl"][0] != 0
 
 
