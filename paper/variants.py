@@ -62,9 +62,9 @@ def count_stopped_tokens(script):
     """Makes grpo/clip_fraction the fraction of tokens with an advantage but no policy gradient."""
     grpo_metrics = script.grpo_metrics
 
-    def metrics_with_stopped(losses, clipped_log_ratio, log_ratio, advantages, epsilon):
+    def metrics_with_stopped(clipped_log_ratio, log_ratio, advantages, epsilon):
         stopped = stopped_tokens(script, log_ratio, advantages, epsilon)
-        metrics = grpo_metrics(losses, clipped_log_ratio, log_ratio, advantages, epsilon)
+        metrics = grpo_metrics(clipped_log_ratio, log_ratio, advantages, epsilon)
         return metrics | {"grpo/clip_fraction": stopped.double()}
 
     script.grpo_metrics = metrics_with_stopped

@@ -720,7 +720,7 @@ class Judge(BaseHTTPRequestHandler):
 def test_the_command_judges_every_output_with_our_annotator_and_the_packages_prompt(tmp_path):
     constants = pytest.importorskip("alpaca_eval.constants")
     (tmp_path / "ref.json").write_text(json.dumps(REFERENCE))
-    data = write_rows(tmp_path / "ref.jsonl", REFERENCE)
+    data = write_rows(tmp_path / "ref.jsonl", [{"prompt": row["instruction"]} for row in REFERENCE])
     run = ["--model", str(TOY / "policy"), "--dataset", PAIRS, "--eval-dataset", data]
     run += ["--num-steps", "1", "--batch-size", "8", "--max-new-tokens", "16"]
     run_ranks(1, [[*run, "--output-dir", str(tmp_path / "mine")]])

@@ -55,9 +55,9 @@ def algorithm(script) -> str:
 
 def read_progress(checkpoint: Path) -> Progress:
     """Reads what a checkpoint holds besides tensors."""
-    progress = Progress("")
-    dcp.load({"progress": vars(progress)}, checkpoint_id=checkpoint)
-    return progress
+    state = {"progress": ({},)}
+    dcp.load(state, checkpoint_id=checkpoint)
+    return Progress(**state["progress"][0])
 
 
 def load_weights(checkpoint: Path, policy, reference):
