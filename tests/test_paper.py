@@ -78,7 +78,7 @@ ARMORM = {"online": True, "reward_model": "RLHFlow/ArmoRM-Llama3-8B-v0.1", "trus
 NEEDS = {"gradient_checkpointing": True, "vllm_memory": 0.3, "max_prompt_length": 625}
 NEEDS |= {"eval_dataset": "ref.jsonl", "eval_samples": 805}
 WITHOUT_REF = {"eval_dataset": "", "eval_samples": 256}
-OF_MATH = {"eval_dataset": "HuggingFaceH4/MATH_RUNS-500", "eval_samples": 500, "max_prompt_length": 1024}
+OF_MATH = {"eval_dataset": "HuggingFaceH4/MATH-500", "eval_samples": 500, "max_prompt_length": 1024}
 APART = {"words", "output_dir", "checkpoint_every", "micro_batch_tokens"}  # settings of what a run writes
 
 
@@ -518,7 +518,7 @@ def test_the_clip_fraction_is_that_of_the_variant(name, batch, monkeypatch):
     vars(copy).update(VARIANTS[name], grpo_metrics=script.grpo_metrics)
     monkeypatch.setattr(LAST, "args", SimpleNamespace(beta=BETA, humanline=False))
     variants.count_stopped_tokens(copy)
-    found = copy.grpo_metrics(log_ratio, log_ratio, log_ratio, advantages, epsilon)
+    found = copy.grpo_metrics(log_ratio, log_ratio, advantages, epsilon)
     assert np.array_equal(found["grpo/clip_fraction"].numpy() * mask.numpy() > 0, own)
     assert own.any() == (name in STOPPED)
     assert torch.equal(found["grpo/kl"], script.k3(log_ratio))  # the others are the script's
