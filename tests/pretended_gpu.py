@@ -234,6 +234,9 @@ def pretended(script):
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
+        stack.enter_context(
+            patch.object(torch.accelerator, "current_accelerator", lambda *args, **kwargs: None)
+        )
         stack.enter_context(patch.object(script, "sync_reference", sync_reference))
         stack.enter_context(patch.object(sampling, "load_reward_model", load_and_keep_reward_model))
         stack.enter_context(patch.object(utils, "varlen_attn", varlen_attn))

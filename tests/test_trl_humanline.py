@@ -411,10 +411,11 @@ def test_a_mistake_in_the_file_is_found(mistake, tmp_path):
     assert max(abs(a - b) for a, b in zip(values(trainer), loop["loss"], strict=True)) > 1e-3
 
 
-def test_with_bounds_of_0_the_loss_stays_log_2(tmp_path):
+def test_with_bounds_near_0_the_loss_stays_log_2(tmp_path):
     """The page's check that the clamp is on."""
-    trainer = train(DPO, "whole", tmp_path, more=dict(log_epsilon_P=0, log_epsilon_R=0))
-    assert values(trainer) == pytest.approx([math.log(2)] * 6)
+    # Not 0, because the clamp's gradient at its bound is 1 until torch 2.13 and 0 from 2.14 on.
+    trainer = train(DPO, "whole", tmp_path, more=dict(log_epsilon_P=-1e-6, log_epsilon_R=1e-6))
+    assert values(trainer) == pytest.approx([math.log(2)] * 6, abs=1e-5)
     moved = values(trainer, "humanline/log_ratio_abs_mean")
     assert moved[0] == 0 and min(moved[1:]) > 0
 
