@@ -173,9 +173,6 @@ def sync_reference(reference, policy):
     Both models are sharded in the same way, so every rank copies its own shards without communication. If the
     reference is stored in bf16, the copy rounds in the same way as FSDP rounds the policy's weights before
     each forward pass.
-
-    For a reference that is a moving average (EMA) of the policy, change the humanline sync alone: the sync of
-    an online round must copy. Store the reference in fp32, because bf16 would round small changes away.
     """
     for target, source in zip(reference.parameters(), policy.parameters(), strict=True):
         target.to_local().copy_(source.to_local())
