@@ -90,8 +90,10 @@ def copy(uninterrupted, tmp_path):
 # === Ends from outside ===
 
 slow = pytest.mark.slow
-KILLS = [("dpo", 2, KILL), ("grpo", 1, TERM)]
-for case in [("dpo", 1, KILL), ("dpo", 2, INT), ("kto", 1, INT), ("grpo", 2, KILL), ("grpo_math", 2, TERM)]:
+KILLS = [("grpo", 1, TERM)]
+for method, ranks in [("dpo", 1), ("dpo", 2), ("grpo", 2)]:
+    KILLS.append(pytest.param(method, ranks, KILL, marks=slow))
+for case in [("dpo", 2, INT), ("kto", 1, INT), ("grpo_math", 2, TERM)]:
     KILLS.append(pytest.param(*case, marks=slow))
 
 

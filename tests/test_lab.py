@@ -99,6 +99,7 @@ def study(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_study_has_a_row_for_each_run_with_what_repeats_it(study):
     rows = pd.read_csv(study / f"{study.name}.csv").set_index("arm")
     assert (study / "prepared").exists() and list(rows.index) == ["humanline", "wrong"]
@@ -110,6 +111,7 @@ def test_a_study_has_a_row_for_each_run_with_what_repeats_it(study):
     assert rows.loc["wrong"].failed == "error: --k -1: it must not be negative"
 
 
+@pytest.mark.slow
 def test_a_study_that_was_stopped_goes_on(study, monkeypatch, capsys):
     monkeypatch.setattr(run, "commit", lambda: "abc1234")
     monkeypatch.setattr(run, "make_row", None)  # no run is left

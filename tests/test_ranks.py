@@ -73,9 +73,8 @@ def test_three_ranks_agree_although_thirds_are_not_exact(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machines", [1, 2])
-def test_torchrun_starts_the_two_ranks_of_the_same_layout(layouts, tmp_path, machines):
-    port = free_port()
+def test_torchrun_starts_the_two_ranks_of_the_same_layout(layouts, tmp_path):
+    machines, port = 2, free_port()
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     flags = [*RUN, *VARIANTS["k3"], "--output-dir", str(tmp_path / "run")]
     agents = []

@@ -249,7 +249,7 @@ def flags(smollm2, tmp_path_factory) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "online"), [("dpo", False), ("kto", True), ("grpo", True)])
+@pytest.mark.parametrize(("script", "online"), [("dpo", False), ("grpo", True)])
 def test_a_script_trains_smollm2(script, online, flags, tmp_path):
     variant = ["--online"] if online else []
     run = [*flags, *variant, "--num-steps", "2", "--output-dir", str(tmp_path / "run")]
@@ -266,20 +266,22 @@ def test_a_script_trains_smollm2(script, online, flags, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_math_script_trains_smollm2_and_its_final_folder_answers(smollm2, tmp_path):
-    flags = ["--chat-template", SUMS / "one_example.jinja", "--system-prompt", "", "--eval-samples", "8"]
+def test_the_math_script_trains_smollm2_and_its_final_folder_is_a_model(smollm2, tmp_path):
+    flags = ["--chat-template", SUMS / "one_example.jinja", "--system-prompt", "", "--eval-samples", "4"]
     flags += ["--dataset", SUMS / "train.jsonl", "--eval-dataset", SUMS / "held_out.jsonl", "--k", "1"]
     flags += ["--eval-samples-per-problem", "2", "--prompts-per-step", "4", "--group-size", "4"]
-    flags += ["--num-steps", "4", "--sample-every", "2", "--temperature", "1", "--model", smollm2]
+    flags += ["--num-steps", "2", "--sample-every", "2", "--temperature", "1", "--model", smollm2]
     run = [*map(str, [*flags, *COMMON_FLAGS, "--output-dir", tmp_path / "run"])]
     output = run_ranks(1, [run], script="grpo_math_humanline")
     assert "1474 of 1474 gold answers can be graded" in output and "134,515,008 parameters" in output
     assert any(step["rewards/accuracy"] > 0 for step in metrics(tmp_path / "run"))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
-    tokenizer.chat_template = AutoTokenizer.from_pretrained(smollm2).chat_template
-    question = [{"role": "user", "content": "What is the capital of France?"}]
+    question = [{"role": "user", "content": "What is 7 + 8?"}]
     options = dict(add_generation_prompt=True, return_tensors="pt", return_dict=True)
     inputs = tokenizer.apply_chat_template(question, **options)
-    ids = model.generate(**inputs, do_sample=False, max_new_tokens=32)
-    assert "Paris" in tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :])
+    logps = []
+    for folder in (tmp_path / "run" / "final", smollm2):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            logps.append(model(**inputs).logits[0, -1].log_softmax(-1))
+    assert 0 < (logps[0] - logps[1]).abs().max() < 0.1  # two updates of 1e-6 have moved it a little

@@ -141,6 +141,7 @@ def measure(monkeypatch, *flags) -> dict[str, dict]:
     return found
 
 
+@pytest.mark.slow
 def test_trl_trains_on_the_same_tokens(monkeypatch, capsys):
     """The first gradient depends on every token, mask and weight. The second loss depends on the update."""
     ours, trl = measure(monkeypatch, "--arms", "k=1", "--trl").values()

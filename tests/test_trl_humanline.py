@@ -400,6 +400,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_the_file_is_found(mistake, tmp_path):
     kind, old, new = MISTAKES[mistake]
