@@ -316,6 +316,25 @@ def test_a_reward_model_reads_the_rendered_conversation_and_its_last_token(one_r
         assert scores.tolist() == pytest.approx(expected, abs=1e-5)
 
 
+SCORED = [Example("for king", [], text="rose " * number, finished=True) for number in range(1, 6)]
+
+
+def score_in_rank(script, arguments):
+    """Is a worker that prints the rewards that a rank gets."""
+    dist.init_process_group("gloo")
+    sampling.REWARD_TOKENS = 12  # every sample is a batch, so both ranks have some
+    model, tokenizer = sampling.load_reward_model(parse_args(script, arguments))
+    print(json.dumps(sampling.model_rewards(model, tokenizer, CPU, "", SCORED).tolist()))
+    dist.destroy_process_group()
+
+
+def test_every_rank_has_the_rewards_of_all_samples(one_rank, reward_model):
+    expected = sampling.model_rewards(*reward_model, CPU, "", SCORED).tolist()
+    flags = ["--reward-model", f"{TOY}/reward_model"]
+    for output in finish(start_ranks(2, [flags], score_in_rank)):
+        assert json.loads(output.splitlines()[-1]) == pytest.approx(expected, abs=1e-5)
+
+
 def test_the_score_of_a_reward_model_with_its_own_code_is_used(one_rank, reward_model, monkeypatch):
     class Output:
         logits, score = torch.zeros(2, 19), torch.tensor([0.25, -1.0])
