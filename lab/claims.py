@@ -611,7 +611,6 @@ CLAIMS = [
     Claim(CONTROLS, "controls.csv", recovered_accuracy),
     Claim(CONTROLS, "controls.csv", largest_fall),
     Claim("lab/time/README.md", "time.csv", times),
-    Claim("lab/real_run/README.md", "real_run.csv", real_run),
 ]
 
 
