@@ -54,8 +54,7 @@ class Args:
     group_size: int = 2
     # humanline
 
-    # --no-humanline: no humanline clipping (ε still clips), and syncs only when an online round starts. With
-    # --model, PAPER below replaces defaults, but no flag that is given.
+    # --no-humanline: no humanline clipping (ε still clips), and syncs only when an online round starts
     humanline: bool = True
     # Optimizer steps between syncs of the reference (paper: 1; a first run: 16, docs/first_run.md); 0: syncs
     # only when an online round starts.
@@ -125,8 +124,8 @@ class Args:
     track: bool = False  # log to Weights & Biases, too (pip install wandb)
 
 
-# With --model, what replaces the defaults above, which are those of offline humanline GRPO, in other variants
-# of Table 3. A key is (online, humanline). Online GRPO, (True, False), replaces nothing.
+# The defaults above are those of offline humanline GRPO. With --model, other variants of Table 3 have these
+# instead, unless their flags are given. (online, humanline) is the key. Online GRPO has no others.
 PAPER = {(False, False): dict(epsilon=0.5), (True, True): dict(max_grad_norm=0.5)}
 FOLDER = Path(__file__).resolve().parent / "toy" / "tales"
 # Settings of the toy, which replace the defaults above. With k = 1, the reference is one update old and
@@ -246,7 +245,8 @@ def main(args: Args):
     run.save_args(args, output_dir, __file__)
     log = run.Log(args, output_dir, progress.step, before)
 
-    # Whatever ends the loop, the last completed step is saved, unless it is an error within an update.
+    # Whatever ends the loop, the models of `progress.step` are saved. It is None while an update changes
+    # them, and an error then saves nothing.
     with checkpoint.save_at_exit(args, output_dir, policy, reference, optimizer, progress) as end_step:
         for step in range(progress.step, args.num_steps):
             metrics = {"step": step}
@@ -550,7 +550,8 @@ def sample_round(args, sampler, policy, groups: list[tuple], number: int):
         if group:
             # The rewards are those of the complete samples. Training truncates the samples.
             new_groups.append(tuple(sample.truncate(args.max_length) for sample in group))
-    if not any(group[0].reward > group[-1].reward for group in new_groups):  # the best one is first
+    # A group's best completion is first. Groups of more than two stay, also if their rewards are equal.
+    if not any(group[0].reward > group[-1].reward for group in new_groups):
         raise utils.InputError(
             f"round {number}: no prompt's rewards differ enough: "
             "raise --temperature or lower --reward-threshold"
@@ -607,7 +608,7 @@ def evaluate(args, policy, reference, sampler, held_out: list[tuple], initial=No
         values["eval/margin"] = best - worst  # nats
     # A prompt that stands in several rows is sampled once for each of them.
     prompts = [group[0] for group in held_out[: args.eval_samples]]
-    # For eval/kl, the reference gets the initial policy's weights for a moment.
+    # For eval/kl, the reference gets the initial policy's weights, and its own back before this returns.
     samples, sample_values = sampler.evaluate(policy, reference, prompts, initial)
     return Evaluation(sample_values | values, logps, samples)  # in this order in the table at the end
 

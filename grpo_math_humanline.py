@@ -224,7 +224,8 @@ def main(args: Args):
     run.save_args(args, output_dir, __file__)
     log = run.Log(args, output_dir, progress.step, before)
 
-    # Whatever ends the loop, the last completed step is saved, unless it is an error within an update.
+    # Whatever ends the loop, the models of `progress.step` are saved. It is None while an update changes
+    # them, and an error then saves nothing.
     with checkpoint.save_at_exit(args, output_dir, policy, reference, optimizer, progress) as end_step:
         for step in range(progress.step, args.num_steps):
             metrics = {"step": step}

@@ -52,8 +52,7 @@ class Args:
     lambda_U: float = 1.0  # λ_U, weight of undesirable examples (Table 3)
     # humanline
 
-    # --no-humanline: no clipping, and syncs only when an online round starts. With --model, PAPER below
-    # replaces defaults, but no flag that is given.
+    # --no-humanline: no clipping, and syncs only when an online round starts
     humanline: bool = True
     # Optimizer steps between syncs of the reference (paper: 1; a first run: 16, docs/first_run.md); 0: syncs
     # only when an online round starts.
@@ -116,8 +115,8 @@ class Args:
     track: bool = False  # log to Weights & Biases, too (pip install wandb)
 
 
-# With --model, what replaces the defaults above, which are those of offline humanline KTO, in other variants
-# of Table 3. A key is (online, humanline).
+# The defaults above are those of offline humanline KTO. With --model, other variants of Table 3 have these
+# instead, unless their flags are given. (online, humanline) is the key.
 PAPER = {
     (False, False): dict(max_grad_norm=1.0),
     (True, False): dict(lr=2.5e-6, max_grad_norm=0.5),
@@ -259,7 +258,8 @@ def main(args: Args):
     run.save_args(args, output_dir, __file__)
     log = run.Log(args, output_dir, progress.step, before)
 
-    # Whatever ends the loop, the last completed step is saved, unless it is an error within an update.
+    # Whatever ends the loop, the models of `progress.step` are saved. It is None while an update changes
+    # them, and an error then saves nothing.
     with checkpoint.save_at_exit(args, output_dir, policy, reference, optimizer, progress) as end_step:
         for step in range(progress.step, args.num_steps):
             metrics = {"step": step}
@@ -622,7 +622,7 @@ def evaluate(args, policy, reference, sampler, held_out: list[tuple], initial=No
         values["eval/margin"] = margins  # β · nats
     # A prompt that stands in several rows is sampled once for each of them.
     prompts = [group[0] for group in held_out[: args.eval_samples]]
-    # For eval/kl, the reference gets the initial policy's weights for a moment.
+    # For eval/kl, the reference gets the initial policy's weights, and its own back before this returns.
     samples, sample_values = sampler.evaluate(policy, reference, prompts, initial)
     return Evaluation(sample_values | values, logps, samples)  # in this order in the table at the end
 
