@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import FSDPModule
 
 from support import run
 from utils import InputError
@@ -134,6 +135,9 @@ def save_checkpoint(args, folder: Path, policy, reference, optimizer, progress: 
 
     It writes none if the step has one already, or if a weight of the policy is not finite.
     """
+    for module in [*policy.modules(), *reference.modules()]:
+        if isinstance(module, FSDPModule):
+            module.reshard()  # an error within a forward or backward pass leaves weights gathered
     checkpoint = folder / "checkpoints" / f"step-{progress.step:06}"  # in the order of names
     finite = all(bool(weight.to_local().isfinite().all()) for weight in policy.parameters())
     if not all(run.gather(finite)):

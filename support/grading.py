@@ -110,7 +110,7 @@ def grade(gold: str, text: str, problem: str) -> bool | None:
     # have any form, because it is never worked out.
     answer = getattr(value, "rhs", value)
     if getattr(answer, "is_number", False) and answer != gold_value:
-        if answer.doit().is_Rational and not answer.is_Rational:
+        if answer.doit().is_Number and not answer.is_Number:
             return False
     return verify(gold_value, value, timeout_seconds=None)
 

@@ -439,7 +439,10 @@ def reward_input(tokenizer, separator: str, sample: Example) -> str:
     messages = as_messages(sample.prompt)
     if tokenizer.chat_template:
         messages.append({"role": "assistant", "content": sample.text})
-        return render(tokenizer, messages, continue_final_message=not sample.finished)
+        try:
+            return render(tokenizer, messages, continue_final_message=not sample.finished)
+        except ValueError:  # the template changes the sample (it drops a thought), so its end is not found
+            return render(tokenizer, messages)
     text = "\n".join(message["content"] for message in messages) + separator + sample.text
     if sample.finished:
         text += tokenizer.eos_token or ""

@@ -35,6 +35,7 @@ from safetensors.torch import load_file, save_file
 
 import dpo_humanline
 import grpo_humanline
+import utils
 from support import checkpoint, run
 from utils import Example, InputError
 
@@ -215,6 +216,13 @@ def run_with_error(script, arguments):
             raise error
         return original(args, log_ratio)
 
+    class HeadLogps(utils.HeadLogps):
+        @staticmethod
+        def backward(ctx, *gradients):
+            if where == "backward" and lines(folder) == 7:
+                raise error
+            return utils_head.backward(ctx, *gradients)
+
     def judge(samples):
         if where == "judge" and lines(folder) >= 7:
             raise error
@@ -230,8 +238,8 @@ def run_with_error(script, arguments):
                 raise error
             super().step()
 
-    original = script.clip_log_ratio
-    script.clip_log_ratio = clip_log_ratio
+    original, script.clip_log_ratio = script.clip_log_ratio, clip_log_ratio
+    utils_head, utils.HeadLogps = utils.HeadLogps, HeadLogps
     torch.optim.AdamW = AdamW
     if script is grpo_humanline:
         script.SCORE = judge
@@ -247,6 +255,8 @@ def run_with_error(script, arguments):
         ("grpo", 1, "judge SystemExit", "SystemExit"),
         ("grpo", 1, "equal ValueError", "no prompt's rewards differ enough"),
         ("dpo", 1, "metric SystemExit", "has called exit()"),
+        ("dpo", 1, "backward ValueError", "ValueError"),  # FSDP has gathered the weights
+        pytest.param("dpo", 2, "backward ValueError", "ValueError", marks=slow),
         pytest.param("dpo", 2, "metric ValueError", "ValueError", marks=slow),
     ],
 )
