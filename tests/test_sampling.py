@@ -316,6 +316,15 @@ def test_a_reward_model_reads_the_rendered_conversation_and_its_last_token(one_r
         assert scores.tolist() == pytest.approx(expected, abs=1e-5)
 
 
+def test_an_unfinished_sample_whose_thought_the_template_drops_is_rendered_as_finished():
+    tokenizer = AutoTokenizer.from_pretrained(TOY / "reward_model")
+    tokenizer.chat_template = (
+        "{% for message in messages %}[{{ message.content.split('</think>')[-1] }}]{% endfor %}"
+    )
+    sample = Example("for king", [], text="rose </think> lily", finished=False)
+    assert sampling.reward_input(tokenizer, "", sample) == "[for king][ lily]"
+
+
 SCORED = [Example("for king", [], text="rose " * number, finished=True) for number in range(1, 6)]
 
 
