@@ -262,31 +262,6 @@ def draw_assumptions():
     return figure
 
 
-def draw_differences():
-    """Draws lab/differences.csv: humanline minus other arms. Hollow: chosen after the runs."""
-    table = table_of_differences()
-    rows = list(table.row.unique())
-    figure, ax = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    ax.axvspan(-MARGIN, MARGIN, color="0.9")
-    ax.axvline(0, color="black", linewidth=1)
-    for place, (column, (label, _, color)) in enumerate(COLUMNS.items()):
-        for i, line in table[table.column == column].reset_index().iterrows():
-            bar = [[line.difference - line.low], [line.high - line.difference]]
-            face = "white" if line.post_hoc else color
-            height = rows.index(line.row) + 0.22 * (place - 1)
-            name = f"minus {label}" if i == 0 else None
-            style = dict(fmt="o", color=color, markerfacecolor=face, capsize=3, label=name)
-            ax.errorbar(line.difference, height, xerr=bar, **style)
-    ax.set_yticks(range(len(rows)), rows)
-    ax.set_ylim(len(rows) - 0.5, -0.5)
-    ax.grid(axis="x", alpha=0.3)
-    figure.legend(loc="outside upper center", ncols=3, fontsize=9)
-    meaning = "humanline's mean score minus that of another arm, 95% interval (last two rows: accuracy)"
-    marks = f"right of 0: humanline is ahead; grey: within ±{MARGIN}; hollow: chosen after the runs"
-    figure.supxlabel(f"{meaning}\n{marks}", fontsize=9)
-    return figure
-
-
 def draw_scores():
     """Draws the scores of six settings of lab/differences.csv: before training, and four arms.
 
@@ -323,7 +298,6 @@ def draw_scores():
 
 PICTURES = {  # the pictures that pages show
     "scores.png": draw_scores,
-    "differences.png": draw_differences,
     "learning/learning_dpo.png": lambda: draw_learning("dpo"),
     "learning/learning_kto.png": lambda: draw_learning("kto"),
     "learning/learning_grpo.png": lambda: draw_learning("grpo"),
