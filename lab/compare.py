@@ -78,9 +78,9 @@ def metric_of(study: str) -> str:
 
 
 @cache
-def scores(study: str, group: str, metric: str = "", phase: str = "reported") -> pd.DataFrame:
+def scores(study: str, group: str, metric: str = "") -> pd.DataFrame:
     """Returns the scores of a group: a row for each instance, or for each seed, and a column for each arm."""
-    table = read(study, phase)
+    table = read(study)
     unit = "instance" if "instance" in table else "seed"
     return table[table.group == group].pivot_table(metric or metric_of(study), unit, "arm")
 
@@ -89,11 +89,8 @@ def before_training(study: str, group: str, metric: str = "") -> float:
     """Returns the untrained policy's score, a mean over the reported instances."""
     table = pd.read_csv(LAB / "untrained.csv")
     panels = read(study).query("group == @group").panel.unique()
-    names = study.split(" and ")
-    found = table[
-        table.study.isin(names) & table.panel.isin(panels) & (table.metric == (metric or metric_of(study)))
-    ]
-    return found.score.mean()
+    rows = table[table.study.isin(study.split(" and ")) & table.panel.isin(panels)]
+    return rows.score[rows.metric == (metric or metric_of(study))].mean()
 
 
 # === Statistics ===
@@ -132,12 +129,11 @@ def difference(study: str, group: str, first: str, second: str, metric="", margi
 
 def holm(p_values: list[float]) -> list[float]:
     """Returns p-values with Holm's correction: p times the number of hypotheses left, never decreasing."""
-    corrected = {}
-    largest = 0.0
-    for rank, i in enumerate(np.argsort(p_values)):
-        largest = max(largest, min(1.0, p_values[i] * (len(p_values) - rank)))
-        corrected[i] = largest
-    return [corrected[i] for i in range(len(p_values))]
+    order = np.argsort(p_values)
+    products = np.array(p_values)[order] * np.arange(len(order), 0, -1)
+    corrected = np.empty(len(order))
+    corrected[order] = np.maximum.accumulate(np.minimum(products, 1))
+    return corrected.tolist()
 
 
 def table_of_differences() -> pd.DataFrame:

@@ -34,7 +34,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from toy import sums  # noqa: E402
-from toy.common import optimize, save, write_rows  # noqa: E402
+from toy.common import as_rows, completion_loss, optimize, sample_ids, save, write_rows  # noqa: E402
 
 SPECIAL_TOKENS = ["<pad>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 CHAT_TEMPLATE = (
@@ -368,25 +368,9 @@ def render(tokenizer, prompt: str, completion: str | None = None, finished: bool
     return text if finished else text.removesuffix(" <|end|>")
 
 
-def encode(tokenizer, texts: list[str], padding_side: str = "right"):
+def encode(tokenizer, texts: list[str]):
     """Returns the token ids and the attention mask of rendered texts, (B, T) each."""
-    return tokenizer(texts, padding=True, padding_side=padding_side, return_tensors="pt")
-
-
-def completion_logps(
-    model, tokenizer, prompts: list[str], completions: list[str]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the log-prob of each next token, and the mask of the completions, (B, T - 1) each.
-
-    The end token belongs to the completion.
-    """
-    batch = encode(tokenizer, [render(tokenizer, *turn) for turn in zip(prompts, completions)])
-    # All prompts of a task have the same length.
-    prompt_length = len(tokenizer(render(tokenizer, prompts[0]))["input_ids"])
-    logps = model(**batch).logits[:, :-1].log_softmax(-1)  # (B, T - 1, V)
-    mask = batch["attention_mask"][:, 1:].float()
-    mask[:, : prompt_length - 1] = 0
-    return logps.gather(2, batch["input_ids"][:, 1:, None]).squeeze(2), mask
+    return tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
 
 
 def train_language_model(tokenizer, seed: int, steps: int, batch_size: int, warmup: int, draw):
@@ -394,32 +378,23 @@ def train_language_model(tokenizer, seed: int, steps: int, batch_size: int, warm
     model, rng = build_model(transformers.LlamaForCausalLM, tokenizer, seed), random.Random(seed + 1)
 
     def loss_at(step: int) -> torch.Tensor:
-        prompts, completions = zip(*[draw(rng, step) for _ in range(batch_size)])
-        logps, mask = completion_logps(model, tokenizer, prompts, completions)
-        return -(logps * mask).sum() / mask.sum()
+        turns = [draw(rng, step) for _ in range(batch_size)]
+        # All prompts of a task have the same length.
+        prompt_length = len(tokenizer(render(tokenizer, turns[0][0])).input_ids)
+        batch = encode(tokenizer, [render(tokenizer, *turn) for turn in turns])
+        return completion_loss(model, batch, [prompt_length] * batch_size)
 
     return optimize(model, steps, warmup, loss_at)
 
 
-@torch.inference_mode()
 def sample(
     model, tokenizer, prompts: list[str], max_new_tokens: int, temperature=1.0, top_p=1.0, seed=0
 ) -> list[tuple]:
-    """Samples a completion for each prompt. Returns rows (prompt, completion, finished).
-
-    Special tokens but the last <|end|> stay in the text.
-    """
+    """Samples a completion for each prompt. Returns rows (prompt, completion, finished)."""
     torch.manual_seed(seed)
-    rows, how = [], {"temperature": temperature, "top_p": top_p, "top_k": 0, "max_new_tokens": max_new_tokens}
-    for start in range(0, len(prompts), 4096):
-        chunk = prompts[start : start + 4096]
-        batch = encode(tokenizer, [render(tokenizer, prompt) for prompt in chunk], padding_side="left")
-        ids = model.generate(**batch, do_sample=True, **how)[:, batch["input_ids"].shape[1] :]
-        for prompt, row in zip(chunk, ids.tolist()):
-            finished = tokenizer.eos_token_id in row
-            row = row[: row.index(tokenizer.eos_token_id)] if finished else row
-            rows.append((prompt, tokenizer.decode(row), finished))
-    return rows
+    texts = [render(tokenizer, prompt) for prompt in prompts]
+    ids = sample_ids(model, tokenizer, texts, max_new_tokens, temperature, top_p, batch_size=4096)
+    return as_rows(tokenizer, prompts, ids)
 
 
 def rate(reward_model, tokenizer, rows: list[tuple]) -> torch.Tensor:
@@ -428,9 +403,7 @@ def rate(reward_model, tokenizer, rows: list[tuple]) -> torch.Tensor:
     return reward_model(**encode(tokenizer, texts)).logits.squeeze(1)
 
 
-def train_reward_model(
-    task: PreferenceTask, tokenizer, pool: list[tuple], steps: int = 1500, batch_size: int = 128
-):
+def train_reward_model(task: PreferenceTask, tokenizer, pool: list[tuple]):
     """Trains a new reward model to predict the judge's score.
 
     Half of the rows come from `pool`, half from `write_tastefully`. A third of all rows is spoiled.
@@ -440,14 +413,12 @@ def train_reward_model(
     rng = random.Random(3 + seed)
 
     def loss_at(step: int) -> torch.Tensor:
-        rows = [
-            rng.choice(pool) if rng.random() < 0.5 else write_tastefully(rng, task) for _ in range(batch_size)
-        ]
+        rows = [rng.choice(pool) if rng.random() < 0.5 else write_tastefully(rng, task) for _ in range(128)]
         rows = [spoil(rng, task, *row) if rng.random() < 1 / 3 else row for row in rows]
         targets = torch.tensor([task.judge(*row) for row in rows])
         return torch.nn.functional.mse_loss(rate(model, tokenizer, rows), targets)
 
-    return optimize(model, steps, 50, loss_at)
+    return optimize(model, 1500, 50, loss_at)
 
 
 # === Tasks ===
@@ -582,7 +553,6 @@ def make(name: str, out: Path, seed: int) -> str:
 def main(
     out: Path = Path(__file__).parent,
     tasks: tuple[str, ...] = ("tales", "bouquets", "shell_game"),
-    jobs: int = 2,
     seed: int = 0,
 ):
     """Makes the toy tasks and prints a report of each.
@@ -590,14 +560,13 @@ def main(
     Args:
         out: folder of the tasks.
         tasks: bouquets, tales, shell_game, low_entropy, stories, sums.
-        jobs: number of tasks that are made at a time.
         seed: another instance of tales, stories or the shell game than the committed one (0), in another
             --out.
     """
     with_seeds = ("tales",), ("stories",), ("shell_game",)
     if seed and (tasks not in with_seeds or out == Path(__file__).parent):
         raise SystemExit("error: --seed needs --tasks tales, stories or shell_game, and another --out")
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         for report in pool.map(make, tasks, itertools.repeat(out), itertools.repeat(seed)):
             print(report, flush=True)
 

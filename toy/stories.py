@@ -16,11 +16,11 @@ from statistics import fmean
 
 import torch
 import torch.nn.functional as F
-import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-from toy.common import optimize, save, write_rows
+from toy import common
+from toy.common import as_rows, completion_loss, optimize, save, write_rows
 
 BASE = Path(__file__).parent / "stories" / "base"
 NEW_TOKENS = 48  # maximum tokens of a completion, with its </s>
@@ -67,29 +67,11 @@ def distinct_trigrams(texts: list[str]) -> float:
 # === Texts ===
 
 
-@torch.inference_mode()
-def sample_ids(model, tokenizer, prompts: list[str], max_new_tokens=NEW_TOKENS, temperature=1.0, top_p=1.0):
+def sample_ids(model, tokenizer, prompts: list[str], max_new_tokens=NEW_TOKENS, **how) -> list[list[int]]:
     """Samples a completion for each prompt. Returns its token ids up to the first </s>, inclusive."""
-    rows = [None] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # by length, for less padding
-    how = {"temperature": temperature, "top_p": top_p, "top_k": 0, "max_new_tokens": max_new_tokens}
-    for start in range(0, len(order), 1024):
-        chunk = order[start : start + 1024]
-        batch = tokenizer([prompts[i] for i in chunk], padding=True, padding_side="left", return_tensors="pt")
-        ids = model.generate(**batch, do_sample=True, **how)[:, batch["input_ids"].shape[1] :]
-        for i, row in zip(chunk, ids.tolist()):
-            finished = tokenizer.eos_token_id in row
-            rows[i] = row[: row.index(tokenizer.eos_token_id) + 1] if finished else row
-    return rows
-
-
-def as_rows(tokenizer, prompts: list[str], completions: list[list[int]]) -> list[tuple]:
-    """Decodes completions. Returns rows. Special tokens but the last </s> stay in the text."""
-    rows = []
-    for prompt, ids in zip(prompts, completions):
-        finished = ids[-1] == tokenizer.eos_token_id
-        rows.append((prompt, tokenizer.decode(ids[:-1] if finished else ids), finished))
-    return rows
+    ids = common.sample_ids(model, tokenizer, [prompts[i] for i in order], max_new_tokens, **how)
+    return [row for _, row in sorted(zip(order, ids))]
 
 
 def sample(model, tokenizer, prompts: list[str], **how) -> list[tuple]:
@@ -101,16 +83,6 @@ def encode(tokenizer, rows: list[tuple]):
     """Returns the token ids and the attention mask of rows, (B, T) each. Finished rows end with </s>."""
     texts = [prompt + completion + tokenizer.eos_token * finished for prompt, completion, finished in rows]
     return tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-
-
-def completion_logps(model, tokenizer, rows: list[tuple]):
-    """Computes the log-prob of each next token, and the mask of completions and </s>, (B, T - 1) each."""
-    batch = encode(tokenizer, rows)
-    logps = model(**batch).logits[:, :-1].log_softmax(-1)  # (B, T - 1, V)
-    mask = batch["attention_mask"][:, 1:].float()
-    for i, (prompt, *_) in enumerate(rows):
-        mask[i, : len(tokenizer(prompt).input_ids) - 1] = 0
-    return logps.gather(2, batch["input_ids"][:, 1:, None]).squeeze(2), mask
 
 
 def cut_prompt(tokenizer, rng: random.Random, story: str) -> str:
@@ -167,8 +139,9 @@ def finetune(model, tokenizer, rng: random.Random, rows: list[tuple], steps: int
     model = copy.deepcopy(model)
 
     def loss_at(step: int) -> torch.Tensor:
-        logps, mask = completion_logps(model, tokenizer, rng.choices(rows, k=64))
-        return -(logps * mask).sum() / mask.sum()
+        batch = rng.choices(rows, k=64)
+        prompt_lengths = [len(tokenizer(prompt).input_ids) for prompt, *_ in batch]
+        return completion_loss(model, encode(tokenizer, batch), prompt_lengths)
 
     return optimize(model, steps, steps // 10 + 1, loss_at, lr)
 
@@ -278,8 +251,6 @@ def label(rng: random.Random, answers: list[tuple], tau: float) -> list[dict]:
 
 def make_stories(folder: Path, seed: int) -> list[str]:
     """Makes the stories in `folder`. Returns the lines of a report."""
-    transformers.utils.logging.set_verbosity_error()  # it would warn that the reward model's head is new
-    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
     rng = random.Random(seed)
     base, tokenizer = load_base()
