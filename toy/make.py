@@ -379,9 +379,10 @@ def train_language_model(tokenizer, seed: int, steps: int, batch_size: int, warm
 
     def loss_at(step: int) -> torch.Tensor:
         turns = [draw(rng, step) for _ in range(batch_size)]
-        # All prompts of a task have the same length.
-        prompt_length = len(tokenizer(render(tokenizer, turns[0][0])).input_ids)
         batch = encode(tokenizer, [render(tokenizer, *turn) for turn in turns])
+        # All prompts of a task have the same length. This call comes last, because tokenizer.json keeps the
+        # padding of the last call: none.
+        prompt_length = len(tokenizer(render(tokenizer, turns[0][0])).input_ids)
         return completion_loss(model, batch, [prompt_length] * batch_size)
 
     return optimize(model, steps, warmup, loss_at)

@@ -139,9 +139,10 @@ def finetune(model, tokenizer, rng: random.Random, rows: list[tuple], steps: int
     model = copy.deepcopy(model)
 
     def loss_at(step: int) -> torch.Tensor:
-        batch = rng.choices(rows, k=64)
-        prompt_lengths = [len(tokenizer(prompt).input_ids) for prompt, *_ in batch]
-        return completion_loss(model, encode(tokenizer, batch), prompt_lengths)
+        chosen = rng.choices(rows, k=64)
+        batch = encode(tokenizer, chosen)
+        prompt_lengths = [len(tokenizer(prompt).input_ids) for prompt, *_ in chosen]
+        return completion_loss(model, batch, prompt_lengths)
 
     return optimize(model, steps, steps // 10 + 1, loss_at, lr)
 
