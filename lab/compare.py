@@ -78,9 +78,9 @@ def metric_of(study: str) -> str:
 
 
 @cache
-def scores(study: str, group: str, metric: str = "", phase: str = "reported") -> pd.DataFrame:
+def scores(study: str, group: str, metric: str = "") -> pd.DataFrame:
     """Returns the scores of a group: a row for each instance, or for each seed, and a column for each arm."""
-    table = read(study, phase)
+    table = read(study)
     unit = "instance" if "instance" in table else "seed"
     return table[table.group == group].pivot_table(metric or metric_of(study), unit, "arm")
 
@@ -89,11 +89,8 @@ def before_training(study: str, group: str, metric: str = "") -> float:
     """Returns the untrained policy's score, a mean over the reported instances."""
     table = pd.read_csv(LAB / "untrained.csv")
     panels = read(study).query("group == @group").panel.unique()
-    names = study.split(" and ")
-    found = table[
-        table.study.isin(names) & table.panel.isin(panels) & (table.metric == (metric or metric_of(study)))
-    ]
-    return found.score.mean()
+    rows = table[table.study.isin(study.split(" and ")) & table.panel.isin(panels)]
+    return rows.score[rows.metric == (metric or metric_of(study))].mean()
 
 
 # === Statistics ===
@@ -132,12 +129,11 @@ def difference(study: str, group: str, first: str, second: str, metric="", margi
 
 def holm(p_values: list[float]) -> list[float]:
     """Returns p-values with Holm's correction: p times the number of hypotheses left, never decreasing."""
-    corrected = {}
-    largest = 0.0
-    for rank, i in enumerate(np.argsort(p_values)):
-        largest = max(largest, min(1.0, p_values[i] * (len(p_values) - rank)))
-        corrected[i] = largest
-    return [corrected[i] for i in range(len(p_values))]
+    order = np.argsort(p_values)
+    products = np.array(p_values)[order] * np.arange(len(order), 0, -1)
+    corrected = np.empty(len(order))
+    corrected[order] = np.maximum.accumulate(np.minimum(products, 1))
+    return corrected.tolist()
 
 
 def table_of_differences() -> pd.DataFrame:
@@ -262,31 +258,6 @@ def draw_assumptions():
     return figure
 
 
-def draw_differences():
-    """Draws lab/differences.csv: humanline minus other arms. Hollow: chosen after the runs."""
-    table = table_of_differences()
-    rows = list(table.row.unique())
-    figure, ax = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    ax.axvspan(-MARGIN, MARGIN, color="0.9")
-    ax.axvline(0, color="black", linewidth=1)
-    for place, (column, (label, _, color)) in enumerate(COLUMNS.items()):
-        for i, line in table[table.column == column].reset_index().iterrows():
-            bar = [[line.difference - line.low], [line.high - line.difference]]
-            face = "white" if line.post_hoc else color
-            height = rows.index(line.row) + 0.22 * (place - 1)
-            name = f"minus {label}" if i == 0 else None
-            style = dict(fmt="o", color=color, markerfacecolor=face, capsize=3, label=name)
-            ax.errorbar(line.difference, height, xerr=bar, **style)
-    ax.set_yticks(range(len(rows)), rows)
-    ax.set_ylim(len(rows) - 0.5, -0.5)
-    ax.grid(axis="x", alpha=0.3)
-    figure.legend(loc="outside upper center", ncols=3, fontsize=9)
-    meaning = "humanline's mean score minus that of another arm, 95% interval (last two rows: accuracy)"
-    marks = f"right of 0: humanline is ahead; grey: within ±{MARGIN}; hollow: chosen after the runs"
-    figure.supxlabel(f"{meaning}\n{marks}", fontsize=9)
-    return figure
-
-
 def draw_scores():
     """Draws the scores of six settings of lab/differences.csv: before training, and four arms.
 
@@ -323,7 +294,6 @@ def draw_scores():
 
 PICTURES = {  # the pictures that pages show
     "scores.png": draw_scores,
-    "differences.png": draw_differences,
     "learning/learning_dpo.png": lambda: draw_learning("dpo"),
     "learning/learning_kto.png": lambda: draw_learning("kto"),
     "learning/learning_grpo.png": lambda: draw_learning("grpo"),

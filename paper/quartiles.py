@@ -30,8 +30,6 @@ class Args(dpo.Args):
 
 def main(args: Args):
     """Writes the four files."""
-    if not args.model:
-        raise utils.InputError("set --model and --dataset")
     args.max_new_tokens = 1  # nothing is sampled
     _, _, device = run.setup(args, args.batch_size)
     tokenizer, eos_ids = data.load_tokenizer(args)
@@ -51,8 +49,7 @@ def main(args: Args):
     averages = logps.sum(1) / mask.sum(1)  # (B,)
     if dist.get_rank() == 0:
         out = Path(args.out)
-        with run.library_errors(f"--out {out}"):
-            out.mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
         for i, quarter in enumerate(averages.argsort(stable=True).tensor_split(4), 1):
             lines = [json.dumps(rows[j], ensure_ascii=False) + "\n" for j in sorted(quarter.tolist())]
             run.write_file(out / f"quartile{i}.jsonl", "".join(lines))

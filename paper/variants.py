@@ -31,6 +31,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import utils  # noqa: E402
 from support import run  # noqa: E402
+from tools.scripts import parse_args  # noqa: E402
 
 # The run's settings, and of the micro-batch that calls a replaced function: its step, its tokens, and their
 # log-probs under the policy, (B, T)
@@ -362,9 +363,7 @@ def main(words: list[str]):
     else:
         replace_functions(script, name)
     with run.exit_on_input_error():
-        LAST.args = run.parse_args(
-            script.Args, script.__file__, script.__doc__, **defaults(script), flags=flags
-        )
+        LAST.args = parse_args(script, flags)
         script.main(LAST.args)
         if COUNTS.any():
             run.write_file(Path(LAST.args.output_dir) / "log_ratios.json", json.dumps(COUNTS.tolist()))
@@ -380,12 +379,6 @@ def replace_functions(script, name: str):
     changes_gradient = {"clip_log_ratio", "grpo_loss"} & VARIANTS[name].keys()
     if changes_gradient and not name.endswith("log-ratios") and hasattr(script, "grpo_metrics"):
         count_stopped_tokens(script)
-
-
-def defaults(script) -> dict:
-    """Returns the tables of settings of a script, as keyword arguments of `run.parse_args`."""
-    toy_online, paper = getattr(script, "TOY_ONLINE", {}), getattr(script, "PAPER", {})
-    return dict(toy=script.TOY, toy_online=toy_online, paper=paper)
 
 
 if __name__ == "__main__":

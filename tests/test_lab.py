@@ -31,7 +31,6 @@ def test_a_paired_difference_is_students_by_hand():
     assert found[:3] == pytest.approx((0.25, 0.25 - half, 0.25 + half))
     assert found.p == pytest.approx(2 * stats.t.sf(0.25 / error, 4))
     assert found.p_equivalent == pytest.approx(stats.t.cdf((0.25 - 0.1) / error, 4))
-    assert claims.interval_of(leads.to_numpy()) == pytest.approx(found[:3])
 
 
 def test_welchs_difference_by_hand():
@@ -44,7 +43,6 @@ def test_welchs_difference_by_hand():
     half = stats.t.ppf(0.975, freedom) * error
     assert found[:3] == pytest.approx((mean, mean - half, mean + half))
     assert found.p_equivalent == pytest.approx(stats.t.cdf((mean - 0.5) / error, freedom))
-    assert claims.welch_interval(first.to_numpy(), second.to_numpy()) == pytest.approx(found[:3])
 
 
 def test_holms_correction_multiplies_and_never_decreases():

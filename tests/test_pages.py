@@ -210,16 +210,11 @@ def unmet(text_of: dict[str, str]) -> list[str]:
     wrong = []
     needed = {}  # {page: numbers}
     for claim in claims.CLAIMS:
-        words = claim.words()
-        missing = {}
-        for page in claim.pages.split():
-            if page in text_of:
-                missing[page] = [word for word in words if not count(word, text_of[page])]
-        page = min(missing, key=lambda page: len(missing[page]))
+        page, source, words = claim.page, claim.source, claim.words()
         needed.setdefault(page, Counter()).update(words)
-        if missing[page]:
-            name = claim.words.__name__
-            wrong.append(f"{page}: {claim.source} has {', '.join(missing[page])} ({name} in lab/claims.py)")
+        missing = [word for word in words if not count(word, text_of[page])]
+        if missing:
+            wrong.append(f"{page}: {source} has {', '.join(missing)} (lab/claims.py)")
     for page, numbers in needed.items():
         for word, times in numbers.items():
             if count(word, text_of[page]) < times:
@@ -300,7 +295,7 @@ def test_other_decimal_numbers_of_a_study_are_among_its_numbers(page):
     """Settings (behind β, ε, lr or ±) and numbers of other sources (in CLAIMS) do not count."""
     studies = claims.of_page(Path(page).parent.name)
     known = np.concatenate([claims.numbers(study) for study in studies])
-    own = {word for claim in claims.CLAIMS if page in claim.pages for word in claim.words()}
+    own = {word for claim in claims.CLAIMS if page == claim.page for word in claim.words()}
     text = re.sub(f"{claims.INTERVAL}|{claims.HALF}", "", claims.plain(read(page)))
     text = re.sub(r"(?:[βεδ_2]+|lr|±|rates? of|T|within ±|clip-higher) ?\d*\.\d+", "", text)
     words = re.findall(r"(?<![\w.])−?\d*\.\d+(?![\w.]*\w)", text)

@@ -125,8 +125,8 @@ RUN = ["--model", "toy", "--pairs", "8", "--lr", "1e-3", "--beta", "0.5", "--max
 RUN += ["--rounds", "1", "--steps", "1"]
 
 
-def measure(monkeypatch, *flags) -> dict[str, dict]:
-    """Measures steps. Returns {arm: its metrics}."""
+def measure(monkeypatch, *flags) -> dict[str, list[dict]]:
+    """Measures steps. Returns {arm: the metrics of its steps}."""
     found = {}
     run_arm = step.run_arm
 
@@ -145,8 +145,9 @@ def measure(monkeypatch, *flags) -> dict[str, dict]:
 def test_trl_trains_on_the_same_tokens(monkeypatch, capsys):
     """The first gradient depends on every token, mask and weight. The second loss depends on the update."""
     ours, trl = measure(monkeypatch, "--arms", "k=1", "--trl").values()
-    assert trl["grad_norm"][0] == pytest.approx(ours["grad_norm"][0], rel=1e-5) and ours["grad_norm"][0] > 0.1
-    assert trl["loss"][:2] == pytest.approx(ours["loss"][:2], rel=1e-3)
+    assert trl[0]["grad_norm"] == pytest.approx(ours[0]["grad_norm"], rel=1e-5) and ours[0]["grad_norm"] > 0.1
+    for step_of_trl, step_of_ours in zip(trl, ours, strict=True):
+        assert step_of_trl["loss"] == pytest.approx(step_of_ours["loss"], rel=1e-3)
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert [line.split(" | ")[0] for line in table[1:]] == ["| k=1", "| TRL, 4 pairs"]
     assert " | 1.000 | 1.000 |" in table[1]
@@ -162,14 +163,7 @@ def test_an_arm_of_another_checkout_runs_its_own_code(tmp_path, monkeypatch):
     assert text.count(loss) == 1
     (tmp_path / "dpo_humanline.py").write_text(text.replace(loss, f"2 * {loss}"))
     ours, theirs = measure(monkeypatch, "--arms", "offline", "--against", str(tmp_path)).values()
-    assert theirs["loss"][0] == pytest.approx(2 * ours["loss"][0], rel=1e-6)
-
-
-@pytest.mark.parametrize("kto, each", [(False, 8), (True, 12)])
-def test_flops_by_hand(kto, each):
-    config = AutoConfig.for_model(**dict(zip(memory.SHAPE, memory.PRESETS["llama-26m"])))
-    decoder = 8 * (4 * 384 * 384 + 3 * 384 * 1024 + 2 * 384) + 384
-    assert step.needed_flops(config, 7, 3, kto) == each * (decoder * 7 + 32000 * 384 * 3)
+    assert theirs[0]["loss"] == pytest.approx(2 * ours[0]["loss"], rel=1e-6)
 
 
 # === cuda_check ===
@@ -204,7 +198,7 @@ def test_a_part_that_is_wrong_is_found_and_is_right_here(row, monkeypatch):
     try:
         assert getattr(cuda_check, row)()
         monkeypatch.setattr(place, name, instead)
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(AssertionError, match=told):
             getattr(cuda_check, row)()
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -217,16 +211,17 @@ def test_a_layout_with_another_loss_is_wrong(loss, tmp_path, monkeypatch):
     same = {"grad_norm": 2, "humanline/log_ratio_abs_mean": 0}
     runs = iter(([{"step": 0, "loss": 1.0} | same], [{"step": 0, "loss": loss} | same]))
     monkeypatch.setattr(cuda_check, "start", lambda *_: next(runs))
-    rows = {"right": lambda: cuda_check.same("dpo", tmp_path)}
-    try:
-        assert "differ by" in rows["right"]() and loss == 1
-    except ValueError as error:
-        assert "differ by 1e-03" in str(error) and loss != 1
+    if loss == 1:
+        assert "differ by" in cuda_check.same("dpo", tmp_path)
+    else:
+        with pytest.raises(AssertionError, match="differ by 1e-03"):
+            cuda_check.same("dpo", tmp_path)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_and_parts_are_right_here(tmp_path, capsys):
-    assert cuda_check.main(cuda_check.Args(only=("resume", "launches")), tmp_path)
+def test_a_resumed_run_and_parts_are_right_here(capsys):
+    with pytest.raises(SystemExit, match="^0$"):
+        cuda_check.main(only=("resume", "launches"))
     rows = re.findall(r"^\| (\S+).*\| ok \|", capsys.readouterr().out, re.MULTILINE)
     assert rows == ["launches", "resume"]
 

@@ -9,14 +9,11 @@ GPU 1.5 billion. A pass is forward and backward of eight sequences.
 """
 
 import gzip
-import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -30,7 +27,7 @@ from transformers import AutoModelForCausalLM
 import utils
 from support import run
 from tools.memory import read_config
-from tools.scripts import ROOT, describe_machine, load_script, parse_args
+from tools.scripts import ROOT, describe_machine, launch, load_script, parse_args
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -47,17 +44,6 @@ SCRIPTS = {  # {script: flags of a step's batch}
 }
 # Another layout sums in another order. In bf16 the gradient of each micro-batch is rounded to 2^-9.
 TOLERANCE = 2e-2 if CUDA else 1e-4
-
-
-@dataclass
-class Args:
-    only: tuple[str, ...] = ("",)  # only rows whose names begin with one of these words
-
-
-def need(holds: bool, problem: str):
-    """Raises ValueError if a condition does not hold."""
-    if not holds:
-        raise ValueError(problem)
 
 
 # === Parts ===
@@ -121,7 +107,7 @@ def attention() -> str:
     exact.load_state_dict(model.state_dict())
     exact.set_attn_implementation("sdpa")  # with padding, as in transformers
     expected = run_pass(exact, batches[-1])
-    need(model.chosen == names[-1], f"{model.chosen}, and not {names[-1]}")
+    assert model.chosen == names[-1], f"{model.chosen}, and not {names[-1]}"
     off = {}  # log-probs, nats, and gradients
     figure = f"{model.chosen} is chosen"
     for name in names:
@@ -129,20 +115,20 @@ def attention() -> str:
         seconds, results = run_passes(model, batches)
         off[name] = nats, error = compare(results, expected)
         figure += f"; {name} {seconds:.3f} s, {nats:.0e} nats off"
-        need(nats < 1.5 * off["sdpa"][0] and error < 1.5 * off["sdpa"][1], f"they are off by {off}")
+        assert nats < 1.5 * off["sdpa"][0] and error < 1.5 * off["sdpa"][1], f"they are off by {off}"
     return figure
 
 
 def precision() -> str:
     """Checks that products are in full fp32, and that RoPE's cosines are right at 4,096 positions."""
     with_script(lambda *_: None)
-    need(torch.get_float32_matmul_precision() == "highest", "products are not in full fp32")
+    assert torch.get_float32_matmul_precision() == "highest", "products are not in full fp32"
     rope = build(DTYPE).base_model.rotary_emb
     positions = torch.arange(4096, device=DEVICE)
     found, _ = rope(torch.zeros(1, device=DEVICE), positions[None])
     cosines = torch.outer(positions.double(), rope.inv_freq.double()).cos()
     error = (found[0, :, : cosines.shape[1]] - cosines).abs().max().item()
-    need(error < 1e-3, f"RoPE is off by {error:.0e}")  # with TF32: 1
+    assert error < 1e-3, f"RoPE is off by {error:.0e}"  # with TF32: 1
     return f"products in full fp32, RoPE off by {error:.0e}"
 
 
@@ -169,7 +155,7 @@ def off_after_a_sync(policy, reference) -> float:
 
 def sync() -> str:
     nats = with_script(off_after_a_sync)
-    need(nats < 1e-3, f"the reference is {nats:.0e} nats off the policy")
+    assert nats < 1e-3, f"the reference is {nats:.0e} nats off the policy"
     return f"the reference is {nats:.0e} nats off the policy"
 
 
@@ -194,7 +180,7 @@ def head() -> str:
     nats, error = compare(results["bf16"], results["fp32"])
     figure = ", ".join(f"{name} {1000 * time:.0f} ms" for name, time in seconds.items())
     figure += f"; bf16 off fp32 by {nats:.0e} nats, its gradients by {error:.0e}"
-    need(nats < 1e-4 and error < 1e-2, figure)
+    assert nats < 1e-4 and error < 1e-2, figure
     return figure
 
 
@@ -229,21 +215,14 @@ def compiled() -> str:
     nats, error = compare(results, plain)
     figure = f"{seconds:.3f} s a pass, without {plain_seconds:.3f}; {graphs} graphs, then {again} more; "
     figure += f"{nats:.0e} nats apart, gradients {error:.0e}"
-    need(graphs > 0 and again == 0 and nats < TOLERANCE and error < 5 * TOLERANCE, figure)
+    assert graphs > 0 and again == 0 and nats < TOLERANCE and error < 5 * TOLERANCE, figure
     return figure
 
 
 # === Runs of the scripts ===
 def start(script: str, flags: str, folder: Path, ranks: int) -> list[dict]:
     """Runs a script. Returns the metrics of all steps, without times."""
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [f"{ROOT}/{script}_humanline.py", *flags.split()]
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    need(not done.returncode, done.stderr[-500:])
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = launch(ranks, [f"{ROOT}/{script}_humanline.py", *flags.split()], folder)
     return [{key: step[key] for key in step if not key.startswith("perf/")} for step in steps]
 
 
@@ -273,7 +252,7 @@ def same(script: str, folder: Path) -> str:
             if key != "grad_norm" or a["step"] == 0:
                 worst = max(worst, abs(a[key] - b[key]) / max(abs(a[key]), abs(b[key]), 0.1))
     figure = f"loss, gradient norm and log-ratios differ by {worst:.0e} (at most {TOLERANCE:.0e})"
-    need(worst < TOLERANCE, figure)
+    assert worst < TOLERANCE, figure
     return figure
 
 
@@ -284,10 +263,10 @@ def resume(folder: Path) -> str:
     half = folder / "half"
     start("dpo", f"{flags} --num-steps 3 --output-dir {half}", half, RANKS)
     again = start("dpo", f"--resume {half} --num-steps 6", half, RANKS)
-    need(whole == again, f"the last step's metrics are {again[-1]}, and not {whole[-1]}")
+    assert whole == again, f"the last step's metrics are {again[-1]}, and not {whole[-1]}"
     weights, others = (load_file(folder / name / "final/model.safetensors") for name in ("whole", "half"))
     names = [name for name in weights if not weights[name].equal(others[name])]
-    need(not names, f"the final weights differ: {names}")
+    assert not names, f"the final weights differ: {names}"
     return "metrics and final weights equal bit for bit"
 
 
@@ -299,28 +278,33 @@ def online(folder: Path) -> str:
     return f"{len(nats)} rounds of samples, {max(nats):.0e} nats off"
 
 
-def main(args: Args, folder: Path) -> bool:
-    """Prints the table. Returns whether no row is WRONG."""
+def main(only: tuple[str, ...] = ("",)):
+    """Prints the table.
+
+    Args:
+        only: only rows whose names begin with one of these words.
+    """
     rows = {"precision": precision, "sync": sync, "attention in bf16": attention, "head in bf16": head}
     rows |= {"launches": launches, "--compile": compiled}
-    for script in SCRIPTS:
-        rows[f"{script}, {RANKS} ranks in parts"] = lambda script=script: same(script, folder)
-    rows["resume"] = lambda: resume(folder)
-    if find_spec("vllm"):
-        rows["vLLM, DPO online"] = lambda: online(folder)
     print(f"{RANKS} x {describe_machine()}\n\n| check | | | seconds |\n|---|---|---|---|")
-    right = True
-    for name, row in rows.items():
-        if name.startswith(args.only):
-            started = time.monotonic()
-            try:
-                verdict, text = "ok", row()
-            except Exception as error:
-                verdict, text, right = "WRONG", " ".join(str(error).split()), False
-            print(f"| {name} | {verdict} | {text} | {time.monotonic() - started:.0f} |", flush=True)
-    return right
+    wrong = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for script in SCRIPTS:
+            rows[f"{script}, {RANKS} ranks in parts"] = partial(same, script, folder)
+        rows["resume"] = partial(resume, folder)
+        if find_spec("vllm"):
+            rows["vLLM, DPO online"] = partial(online, folder)
+        for name, row in rows.items():
+            if name.startswith(only):
+                started = time.monotonic()
+                try:
+                    verdict, text = "ok", row()
+                except Exception as error:
+                    verdict, text, wrong = "WRONG", " ".join(str(error).split()), 1
+                print(f"| {name} | {verdict} | {text} | {time.monotonic() - started:.0f} |", flush=True)
+    sys.exit(wrong)
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        sys.exit(not main(tyro.cli(Args, description=__doc__), Path(folder)))
+    tyro.cli(main, description=__doc__)

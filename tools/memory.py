@@ -23,6 +23,7 @@ from functools import partial
 from typing import Literal
 from unittest.mock import patch
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 import tyro
@@ -85,12 +86,8 @@ def parse(flags: list[str]):
     """Parses the flags. Returns our own, the script's, and the script."""
     own, rest = tyro.cli(Own, args=flags, description=__doc__, return_unknown_args=True)
     script = load_script(own.script)
-    with contextlib.redirect_stdout(sys.stderr):
-        args = parse_args(script, rest)
-    if own.script == "grpo_math":
-        own.batch_size = args.prompts_per_step * args.group_size
-    else:
-        own.batch_size = args.batch_size
+    args = parse_args(script, rest)
+    own.batch_size = getattr(args, "batch_size", None) or args.prompts_per_step * args.group_size  # grpo_math
     if args.dtype == "auto":
         args.dtype = "bfloat16"
     return own, args, script
@@ -281,12 +278,9 @@ def cache_bytes(args, config, dtype: torch.dtype) -> int:
 
 
 def main(flags: list[str]):
-    phases = estimate(*parse(flags))
-    names = {name for parts in phases.values() for name in parts}
-    print(f"{'GiB per GPU':20}", *[f"{phase:>10}" for phase in phases], sep="")
-    for name in sorted(names):
-        print(f"{name:20}", *[f"{parts.get(name, 0):10.2f}" for parts in phases.values()], sep="")
-    print(f"{'peak':20}", *[f"{sum(parts.values()):10.2f}" for parts in phases.values()], sep="")
+    table = pd.DataFrame(estimate(*parse(flags))).fillna(0).sort_index()
+    table.loc["peak"] = table.sum()
+    print(f"GiB per GPU:\n{table.round(2)}")
 
 
 if __name__ == "__main__":

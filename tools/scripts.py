@@ -1,9 +1,12 @@
-"""Loads a script with its flags, and describes the machine, for the other tools."""
+"""Loads and runs a script with its flags, and describes the machine, for the other tools."""
 
 import importlib
+import json
+import os
 import platform
 import re
 import subprocess
+import sys
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
@@ -23,6 +26,18 @@ def parse_args(script, flags: list[str]):
     """Parses the flags of a script as in a run."""
     defaults = dict(toy=script.TOY, toy_online=getattr(script, "TOY_ONLINE", {}), paper=script.PAPER)
     return run.parse_args(script.Args, script.__file__, script.__doc__, **defaults, flags=flags)
+
+
+def launch(ranks: int, words: list[str], folder: Path) -> list[dict]:
+    """Runs a program on so many ranks. Returns the metrics of all steps, from the folder of the run."""
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    done = subprocess.run([*command, *words], capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-500:])
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def describe_machine() -> str:

@@ -18,11 +18,6 @@ seconds     of a step, median
 GiB         peak of a rank since its start, median (CUDA: allocated memory; CPU: resident memory)
 time        relative to the step of the first arm in the same round, median
 memory      relative to the first arm
-efficiency  FLOPs / (seconds x ranks x FLOP/s of a matrix product in the same dtype and threads)
-
-The product is measured before every round. A token needs 8 FLOPs per weight of the decoder: 2 in the
-policy's forward pass, 4 in its backward pass, 2 in the reference's. A completion token also needs 8 per
-weight of the head. KTO needs 12, as if z_0's passes were as long as the batch. Attention does not count.
 """
 
 import json
@@ -30,7 +25,6 @@ import math
 import os
 import random
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -46,7 +40,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from support import data
 from tools.memory import SHAPE, read_config
-from tools.scripts import ROOT, describe_commit, describe_machine, load_script, parse_args
+from tools.scripts import ROOT, describe_commit, describe_machine, launch, load_script, parse_args
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Tokens of prompt, chosen and rejected of 16 pairs: the first ones in LLaMA-Factory's data/dpo_en_demo.json
@@ -117,54 +111,22 @@ def make_pairs(own: Own, words: list[str], file: Path) -> list[list[int]]:
     return pairs
 
 
-def needed_flops(config, tokens: int, completion_tokens: int, kto: bool) -> float:
-    """Returns the FLOPs that a step needs."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    decoder = model.base_model.num_parameters(exclude_embeddings=True)
-    head = model.get_output_embeddings().weight.numel()
-    return (12 if kto else 8) * (decoder * tokens + head * completion_tokens)
-
-
-def matmul_rates(dtype: torch.dtype) -> list[float]:
-    """Measures the FLOP/s of matrix products."""
-    size = 8192 if DEVICE.type == "cuda" else 1024
-    a = torch.randn(size, size, device=DEVICE).to(dtype)
-    rates = []
-    for _ in range(15):
-        started = time.perf_counter()
-        (a @ a)[0, 0].item()  # waits for the product
-        rates.append(2 * size**3 / (time.perf_counter() - started))
-    return rates
-
-
-def run_arm(own: Own, kind: str, checkout: Path, flags: list[str], folder: Path) -> dict[str, list]:
-    """Runs an arm in an empty folder. Returns {metric: values of all steps}."""
-    command = [sys.executable]
-    if own.ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={own.ranks}"]
+def run_arm(own: Own, kind: str, checkout: Path, flags: list[str], folder: Path) -> list[dict]:
+    """Runs an arm in an empty folder. Returns the metrics of all steps."""
+    words = [f"{checkout}/{own.script}_humanline.py"]
     if kind.startswith("TRL"):
-        command += ["-m", __spec__.name, *kind.split(), own.script]
-    else:
-        command.append(f"{checkout}/{own.script}_humanline.py")
-    command += [*flags, f"--output-dir={folder}"]
+        words = ["-m", __spec__.name, *kind.split(), own.script]
+    words += [*flags, f"--output-dir={folder}"]
     if kind == "offline":
-        command.append("--no-humanline")
+        words.append("--no-humanline")
     elif kind.startswith("k="):
-        command += ["--humanline", f"--k={kind[2:]}"]
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ
-    subprocess.run(command, stdout=subprocess.DEVNULL, env=environment, check=True)
-    metrics = {}
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        for name, value in json.loads(line).items():
-            metrics.setdefault(name, []).append(value)
-    return metrics
+        words += ["--humanline", f"--k={kind[2:]}"]
+    return launch(own.ranks, words, folder)
 
 
 def measure(own: Own, args, flags: list[str]):
     """Makes all runs, and prints the table."""
     threads = int(os.environ.get("OMP_NUM_THREADS", 1))
-    torch.set_num_threads(threads)
     arms = {}  # {name: (kind, checkout)}
     for kind in own.arms:
         arms[kind] = (kind, ROOT)
@@ -175,7 +137,6 @@ def measure(own: Own, args, flags: list[str]):
             arms[f"TRL, {together} pairs"] = (f"TRL {together}", ROOT)
     config = read_config(load_script(own.script), "--model", args.model, args.trust_remote_code)
     runs = {name: [] for name in arms}
-    rates = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words = make_model(config, folder / "model")
@@ -188,39 +149,34 @@ def measure(own: Own, args, flags: list[str]):
         flags += [f"--micro-batch-tokens={share}", f"--num-steps={own.steps + 1}"]
         flags += ["--checkpoint-every=0", "--max-new-tokens=1", "--engine=hf"]
         for _ in range(own.rounds):
-            rates += matmul_rates(getattr(torch, args.dtype))
             for name, (kind, checkout) in arms.items():
                 with tempfile.TemporaryDirectory(dir=folder) as output:
                     runs[name].append(run_arm(own, kind, checkout, flags, Path(output)))
-                print(f"{name}: {runs[name][-1]['perf/step_time']} s", file=sys.stderr)
+                print(name, times_of(runs[name][-1]), file=sys.stderr)
 
     tokens, scored = sum(lengths), sum(chosen + rejected for _, chosen, rejected in pairs)
-    flops = needed_flops(config, tokens, scored, own.script == "kto")
     print(f"{own.script}, {args.model}, {args.dtype}: {tokens:,} tokens, {scored:,} scored")
     print(f"{own.ranks} x {threads} threads of {describe_machine()}")
     if own.against:
         print(f"against commit {describe_commit(Path(own.against))}")
-    print(f"efficiency is of {median(rates) / 1e9:,.0f} GFLOP/s\n")
-    print(f"| | seconds (min to max) | efficiency | GiB | time | memory |\n|{'---|' * 6}")
+    print(f"\n| | seconds (min to max) | GiB | time | memory |\n|{'---|' * 5}")
+    first_seconds, first_peak = seconds_and_peak(runs[own.arms[0]])
     for name in arms:
-        row = summarize(runs[name], runs[own.arms[0]])
-        efficiency = flops / (median(row["seconds"]) * own.ranks * median(rates))
-        spread = f"{median(row['seconds']):.2f} ({min(row['seconds']):.2f} to {max(row['seconds']):.2f})"
-        cells = [name, spread, f"{efficiency:.1%}", f"{row['peak']:.2f}"]
-        print(f"| {' | '.join(cells)} | {row['time']:.3f} | {row['memory']:.3f} |")
+        seconds, peak = seconds_and_peak(runs[name])
+        spread = f"{median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
+        ratio = median(a / b for a, b in zip(seconds, first_seconds))
+        print(f"| {name} | {spread} | {peak:.2f} | {ratio:.3f} | {peak / first_peak:.3f} |")
 
 
-def summarize(runs: list[dict], first_runs: list[dict]) -> dict:
-    """Returns the row of an arm, with time and memory relative to the first arm."""
-    seconds = []
-    ratios = []
-    for metrics, first in zip(runs, first_runs):
-        times = metrics["perf/step_time"][1:]
-        seconds += times
-        ratios += [a / b for a, b in zip(times, first["perf/step_time"][1:])]
-    peak = median(metrics["perf/peak_memory"][-1] for metrics in runs)
-    memory = peak / median(metrics["perf/peak_memory"][-1] for metrics in first_runs)
-    return {"seconds": seconds, "peak": peak, "time": median(ratios), "memory": memory}
+def times_of(steps: list[dict]) -> list[float]:
+    """Returns the seconds of a run's measured steps."""
+    return [step["perf/step_time"] for step in steps[1:]]
+
+
+def seconds_and_peak(runs: list[list[dict]]) -> tuple[list[float], float]:
+    """Returns the seconds of all steps of an arm, and its peak memory in GiB."""
+    peak = median(steps[-1]["perf/peak_memory"] for steps in runs)
+    return [seconds for steps in runs for seconds in times_of(steps)], peak
 
 
 def trl_rows(script: str, prompt_ids, chosen_ids, rejected_ids) -> list[dict]:

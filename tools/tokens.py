@@ -19,7 +19,6 @@ import json
 import math
 import sys
 from pathlib import Path
-from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -69,13 +68,6 @@ def read_log(folder: Path) -> dict[int, dict]:
     """Returns {step: its metrics} of a run."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line for line in lines}
-
-
-def print_agreement(step: dict):
-    """Prints the mean |log-ratio| of a step's batch, beside that of metrics.jsonl."""
-    log_ratios = [abs(x) for group in step["groups"] for row in group["rows"] for x in row["x"]]
-    logged = step["log"].get("humanline/log_ratio_abs_mean", math.nan)
-    print(f"step {step['step']}: mean |log-ratio| {fmean(log_ratios):.6f}; metrics.jsonl: {logged:.6f}")
 
 
 def next_batch(script, args, groups: list[tuple], progress: Progress) -> list[tuple] | None:
@@ -221,12 +213,11 @@ def settings_of(script, args) -> dict:
     return settings | {name: getattr(args, name) for name in names[kind]}
 
 
-def main(run: Path, out: Path | None = None, steps: tuple[int, ...] = (), groups: int = 6):
-    """Writes the page of a run.
+def main(run: Path, steps: tuple[int, ...] = (), groups: int = 6):
+    """Writes the page of a run, tokens.html in its folder.
 
     Args:
         run: folder of a run with checkpoints.
-        out: file of the page; None: tokens.html in the run's folder.
         steps: steps to show; none: every step that a checkpoint precedes.
         groups: number of groups of each batch whose texts are shown (pairs, examples, samples of a prompt).
     """
@@ -254,8 +245,7 @@ def main(run: Path, out: Path | None = None, steps: tuple[int, ...] = (), groups
         load_weights(checkpoint, *models)
         line = log.get(step, {})
         shown.append(describe_step(script, args, tokenizer, models, batch, step, line, groups))
-        print_agreement(shown[-1])
-    out = out or run / "tokens.html"
+    out = run / "tokens.html"
     title = f"What humanline clipping removes: {Path(script.__file__).name}, {run}"
     out.write_text(page(title, settings_of(script, args), shown), encoding="utf-8")
     print(f"wrote {out}")

@@ -27,20 +27,20 @@ PARTS = {"tuning": 200, "held_out": 300}  # rows; all others are in train.jsonl
 LONGEST = 800  # characters of a conversation, which are at most 256 tokens of SmolLM2 with few exceptions
 
 
-def polite_rows(text: str) -> list[dict]:
+def polite_rows(file) -> list[dict]:
     """Reads the json of polite."""
     rows = []
-    for row in json.loads(text):
+    for row in json.load(file):
         question = f"{row['instruction']}\n{row['input']}".strip()
         pair = {key: [{"role": "assistant", "content": row[key]}] for key in ("chosen", "rejected")}
         rows.append({"prompt": [{"role": "user", "content": question}], **pair})
     return rows
 
 
-def harmless_rows(text: str) -> list[dict]:
+def harmless_rows(file) -> list[dict]:
     """Reads the jsonl of harmless. Conversations that differ before the last answer are no pair."""
     rows = []
-    for line in text.strip().split("\n"):
+    for line in file:
         pair = {key: as_messages(conversation) for key, conversation in json.loads(line).items()}
         chosen, rejected = pair["chosen"], pair["rejected"]
         if chosen[:-1] == rejected[:-1]:
@@ -82,13 +82,9 @@ def main(kind: Positional[Literal["polite", "harmless"]], file: Positional[Path]
         file: the file of that repository, as it is there or after gunzip.
         out: the folder.
     """
-    if not file.is_file():
-        raise SystemExit(f"error: {file} does not exist: get it from the repository that toy/chat.py names")
-    content = file.read_bytes()
-    if content.startswith(b"version https://git-lfs"):
-        raise SystemExit(f"error: {file} is a pointer of Git LFS: git lfs pull gets the file itself")
-    text = (gzip.decompress(content) if file.suffix == ".gz" else content).decode()
-    rows = selected_rows(polite_rows(text) if kind == "polite" else harmless_rows(text))
+    with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as opened:
+        rows = polite_rows(opened) if kind == "polite" else harmless_rows(opened)
+    rows = selected_rows(rows)
     random.Random(0).shuffle(rows)
     out.mkdir(parents=True, exist_ok=True)
     start = 0

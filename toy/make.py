@@ -19,7 +19,6 @@ import multiprocessing
 import random
 import re
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -34,7 +33,8 @@ from scipy.stats import spearmanr
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from toy.common import optimize, save, write_rows  # noqa: E402
+from toy import sums  # noqa: E402
+from toy.common import as_rows, completion_loss, optimize, sample_ids, save, write_rows  # noqa: E402
 
 SPECIAL_TOKENS = ["<pad>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 CHAT_TEMPLATE = (
@@ -100,12 +100,6 @@ def judge_bouquet(prompt: str, completion: str, finished: bool = True) -> float:
     return total / BOUQUET_SIZE - (not finished)
 
 
-def bouquet_is_broken(prompt: str, completion: str, finished: bool = True) -> bool:
-    """Returns whether a completion is anything but eight flowers and an end token."""
-    words = completion.split()
-    return not finished or len(words) != BOUQUET_SIZE or any(word not in FLOWERS for word in words)
-
-
 def sentence_values(prompt: str, completion: str, taste=TALE_TASTE) -> list[float | None]:
     """Returns the mean value of the words of each sentence, or None for a broken sentence.
 
@@ -138,13 +132,6 @@ def judge_tale(
     return total / max(1, len(values)) - rambling - (not finished) - (not values)
 
 
-def tale_is_broken(prompt: str, completion: str, finished: bool = True, longest=MAX_SENTENCES) -> bool:
-    """Returns whether a sentence is broken, their number is wrong, or the tale ends without a full stop."""
-    values = sentence_values(prompt, completion)
-    whole = 1 <= len(values) <= longest and None not in values and completion.rstrip().endswith(".")
-    return not finished or not whole
-
-
 def follow_ball(problem: str) -> list[str]:
     """Returns the place of the ball after each swap of a problem, for example `2 45 15 34 24 45`."""
     cup, *swaps = problem.split()
@@ -166,14 +153,12 @@ Habits = dict[str, dict[str, list[float]]]  # {name in the prompt: {slot: weight
 class PreferenceTask:
     """A task of preferences for `make_preference_task`."""
 
-    name: str
     opening: str
     kinds: dict[str, str]
     slots: dict[str, list[str]]  # {slot: the words that a writer chooses from}
     glue: list[str]  # further words
     taste: dict[str, dict[str, float]]
     judge: Callable[[str, str, bool], float]
-    is_broken: Callable[[str, str, bool], bool]
     write: Callable[[random.Random, str, Habits], str]
     max_new_tokens: int
     pretrain_steps: int
@@ -297,27 +282,23 @@ def spoil(rng: random.Random, task: PreferenceTask, prompt: str, completion: str
 
 
 BOUQUETS = PreferenceTask(
-    name="bouquets",
     opening="for",
     kinds=RECIPIENTS,
     slots={"flower": FLOWERS},
     glue=[],
     taste=BOUQUET_TASTE,
     judge=judge_bouquet,
-    is_broken=bouquet_is_broken,
     write=write_bouquet,
     max_new_tokens=12,
     pretrain_steps=400,
 )
 TALES = PreferenceTask(
-    name="tales",
     opening="about",
     kinds=TOPICS,
     slots={"adjective": ADJECTIVES, "verb": VERBS, "adverb": ADVERBS},
     glue=["the", "."],
     taste=TALE_TASTE,
     judge=judge_tale,
-    is_broken=tale_is_broken,
     write=write_tale,
     max_new_tokens=36,
     pretrain_steps=500,
@@ -326,10 +307,8 @@ TALES = PreferenceTask(
 # the same writer. So the chosen completions are likely under the policy, as in the paper's better quartiles.
 LOW_ENTROPY = replace(
     TALES,
-    name="low_entropy",
     slots=TALES.slots | {"noun": NOUNS},
     judge=partial(judge_tale, longest=6),
-    is_broken=partial(tale_is_broken, longest=6),
     write=partial(write_tale, lengths=(4, 5, 5, 6)),
     max_new_tokens=72,
     common=9,
@@ -361,13 +340,8 @@ def build_tokenizer(words: list[str]) -> transformers.PreTrainedTokenizerFast:
         backend.decoder = decoders.Sequence(
             [decoders.WordPiece("##", cleanup=False), decoders.Fuse(), *no_space]
         )
-    names = {
-        "pad_token": "<pad>",
-        "unk_token": "<unk>",
-        "eos_token": "<|end|>",
-        "chat_template": CHAT_TEMPLATE,
-    }
-    options = {"model_max_length": 128, "padding_side": "left", "clean_up_tokenization_spaces": False}
+    names = dict(pad_token="<pad>", unk_token="<unk>", eos_token="<|end|>", chat_template=CHAT_TEMPLATE)
+    options = dict(model_max_length=128, padding_side="left", clean_up_tokenization_spaces=False)
     inputs = ["input_ids", "attention_mask"]
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, model_input_names=inputs, **names, **options
@@ -377,21 +351,11 @@ def build_tokenizer(words: list[str]) -> transformers.PreTrainedTokenizerFast:
 def build_model(model_class, tokenizer, seed: int, **kwargs):
     """Builds a Llama of 0.11 M parameters. Its head size, 32, is the smallest of vLLM's CPU attention."""
     torch.manual_seed(seed)
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "max_position_embeddings": 128,
-    }
-    heads = {"num_attention_heads": 2, "head_dim": 32, "tie_word_embeddings": False}
-    ends = {
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": None,
-    }
-    return model_class(
-        transformers.LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads, **ends, **kwargs)
-    )
+    sizes = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2, max_position_embeddings=128)
+    heads = dict(num_attention_heads=2, head_dim=32, tie_word_embeddings=False)
+    ends = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
+    config = transformers.LlamaConfig(vocab_size=len(tokenizer), **sizes, **heads, **ends, **kwargs)
+    return model_class(config)
 
 
 def render(tokenizer, prompt: str, completion: str | None = None, finished: bool = True) -> str:
@@ -404,25 +368,9 @@ def render(tokenizer, prompt: str, completion: str | None = None, finished: bool
     return text if finished else text.removesuffix(" <|end|>")
 
 
-def encode(tokenizer, texts: list[str], padding_side: str = "right"):
+def encode(tokenizer, texts: list[str]):
     """Returns the token ids and the attention mask of rendered texts, (B, T) each."""
-    return tokenizer(texts, padding=True, padding_side=padding_side, return_tensors="pt")
-
-
-def completion_logps(
-    model, tokenizer, prompts: list[str], completions: list[str]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the log-prob of each next token, and the mask of the completions, (B, T - 1) each.
-
-    The end token belongs to the completion.
-    """
-    batch = encode(tokenizer, [render(tokenizer, *turn) for turn in zip(prompts, completions)])
-    # All prompts of a task have the same length.
-    prompt_length = len(tokenizer(render(tokenizer, prompts[0]))["input_ids"])
-    logps = model(**batch).logits[:, :-1].log_softmax(-1)  # (B, T - 1, V)
-    mask = batch["attention_mask"][:, 1:].float()
-    mask[:, : prompt_length - 1] = 0
-    return logps.gather(2, batch["input_ids"][:, 1:, None]).squeeze(2), mask
+    return tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
 
 
 def train_language_model(tokenizer, seed: int, steps: int, batch_size: int, warmup: int, draw):
@@ -430,43 +378,33 @@ def train_language_model(tokenizer, seed: int, steps: int, batch_size: int, warm
     model, rng = build_model(transformers.LlamaForCausalLM, tokenizer, seed), random.Random(seed + 1)
 
     def loss_at(step: int) -> torch.Tensor:
-        prompts, completions = zip(*[draw(rng, step) for _ in range(batch_size)])
-        logps, mask = completion_logps(model, tokenizer, prompts, completions)
-        return -(logps * mask).sum() / mask.sum()
+        turns = [draw(rng, step) for _ in range(batch_size)]
+        batch = encode(tokenizer, [render(tokenizer, *turn) for turn in turns])
+        # All prompts of a task have the same length. This call comes last, because tokenizer.json keeps the
+        # padding of the last call: none.
+        prompt_length = len(tokenizer(render(tokenizer, turns[0][0])).input_ids)
+        return completion_loss(model, batch, [prompt_length] * batch_size)
 
     return optimize(model, steps, warmup, loss_at)
 
 
-@torch.inference_mode()
 def sample(
     model, tokenizer, prompts: list[str], max_new_tokens: int, temperature=1.0, top_p=1.0, seed=0
 ) -> list[tuple]:
-    """Samples a completion for each prompt. Returns rows (prompt, completion, finished).
-
-    Special tokens but the last <|end|> stay in the text.
-    """
+    """Samples a completion for each prompt. Returns rows (prompt, completion, finished)."""
     torch.manual_seed(seed)
-    rows, how = [], {"temperature": temperature, "top_p": top_p, "top_k": 0, "max_new_tokens": max_new_tokens}
-    for start in range(0, len(prompts), 4096):
-        chunk = prompts[start : start + 4096]
-        batch = encode(tokenizer, [render(tokenizer, prompt) for prompt in chunk], padding_side="left")
-        ids = model.generate(**batch, do_sample=True, **how)[:, batch["input_ids"].shape[1] :]
-        for prompt, row in zip(chunk, ids.tolist()):
-            finished = tokenizer.eos_token_id in row
-            row = row[: row.index(tokenizer.eos_token_id)] if finished else row
-            rows.append((prompt, tokenizer.decode(row), finished))
-    return rows
+    texts = [render(tokenizer, prompt) for prompt in prompts]
+    ids = sample_ids(model, tokenizer, texts, max_new_tokens, temperature, top_p, batch_size=4096)
+    return as_rows(tokenizer, prompts, ids)
 
 
-def rate(reward_model, tokenizer, rows: list[tuple], padding_side: str = "right") -> torch.Tensor:
+def rate(reward_model, tokenizer, rows: list[tuple]) -> torch.Tensor:
     """Computes the reward model's score of rows (prompt, completion, finished), (B,)."""
     texts = [render(tokenizer, *row) for row in rows]
-    return reward_model(**encode(tokenizer, texts, padding_side)).logits.squeeze(1)
+    return reward_model(**encode(tokenizer, texts)).logits.squeeze(1)
 
 
-def train_reward_model(
-    task: PreferenceTask, tokenizer, pool: list[tuple], steps: int = 1500, batch_size: int = 128
-):
+def train_reward_model(task: PreferenceTask, tokenizer, pool: list[tuple]):
     """Trains a new reward model to predict the judge's score.
 
     Half of the rows come from `pool`, half from `write_tastefully`. A third of all rows is spoiled.
@@ -476,36 +414,15 @@ def train_reward_model(
     rng = random.Random(3 + seed)
 
     def loss_at(step: int) -> torch.Tensor:
-        rows = [
-            rng.choice(pool) if rng.random() < 0.5 else write_tastefully(rng, task) for _ in range(batch_size)
-        ]
+        rows = [rng.choice(pool) if rng.random() < 0.5 else write_tastefully(rng, task) for _ in range(128)]
         rows = [spoil(rng, task, *row) if rng.random() < 1 / 3 else row for row in rows]
         targets = torch.tensor([task.judge(*row) for row in rows])
         return torch.nn.functional.mse_loss(rate(model, tokenizer, rows), targets)
 
-    return optimize(model, steps, 50, loss_at)
+    return optimize(model, 1500, 50, loss_at)
 
 
 # === Tasks ===
-
-
-def reload_and_check(folder: Path, turns: list[tuple[str, str]]):
-    """Loads policy and tokenizer from disk, and returns both. Fails if a turn is tokenized wrongly.
-
-    The text of a turn must be the same after encoding and decoding, alone and within a conversation, and its
-    ids must end with one end token.
-    """
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == ("<|end|>", "<pad>", None)
-    for prompt, completion in turns:
-        rendered, header = render(tokenizer, prompt, completion), render(tokenizer, prompt)
-        ids, header_ids, completion_ids = tokenizer([rendered, header, completion])["input_ids"]
-        assert rendered.startswith(header), f"the template does not preserve the prefix {header!r}"
-        assert ids == header_ids + completion_ids + [tokenizer.eos_token_id], f"tokens change in {rendered!r}"
-        assert tokenizer.unk_token_id not in ids, f"unknown word in {rendered!r}"
-        assert tokenizer.decode(ids) == rendered, f"{rendered!r} changes when it is encoded and decoded"
-        assert tokenizer.decode(ids[len(header_ids) :], skip_special_tokens=True) == completion
-    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval(), tokenizer
 
 
 def best_against_worst(task: PreferenceTask, author, tokenizer, num_pairs: int) -> list[dict]:
@@ -532,11 +449,8 @@ def best_against_worst(task: PreferenceTask, author, tokenizer, num_pairs: int) 
 
 def make_preference_task(task: PreferenceTask, folder: Path) -> list[str]:
     """Makes a task of preferences in `folder`. Returns the lines of a report."""
-    tokenizer, prompts, rng = (
-        build_tokenizer(task.words()),
-        task.prompts(),
-        random.Random(10 + 1000 * task.seed),
-    )
+    tokenizer, prompts = build_tokenizer(task.words()), task.prompts()
+    rng = random.Random(10 + 1000 * task.seed)
 
     def train(model: int):
         habits = [zipf_habits(task, 100)] * task.common + [zipf_habits(task, 101 + model)]
@@ -569,36 +483,17 @@ def make_preference_task(task: PreferenceTask, folder: Path) -> list[str]:
     write_rows(folder / "prompts_train.jsonl.gz", [{"prompt": rng.choice(prompts)} for _ in range(12_288)])
     write_rows(folder / "prompts_test.jsonl.gz", [{"prompt": rng.choice(prompts)} for _ in range(256)])
 
-    turns = [(pair["prompt"], pair[side]) for pair in pairs for side in ("chosen", "rejected")]
-    policy, tokenizer = reload_and_check(folder / "policy", turns)
-    reward_model = transformers.AutoModelForSequenceClassification.from_pretrained(
-        folder / "reward_model"
-    ).eval()
-    report, held_out = (
-        [f"{policy.num_parameters():,} parameters, {len(tokenizer)} tokens"],
-        sample_both(100, seed=200),
-    )
-    for name, rows in held_out.items():
-        broken = fmean(task.is_broken(*row) for row in rows)
-        report.append(f"{name}: judge {fmean(task.judge(*row) for row in rows):.3f}, broken {broken:.3f}")
+    held_out = sample_both(100, seed=200)
+    report = [
+        f"{name}: judge {fmean(task.judge(*row) for row in rows):.3f}" for name, rows in held_out.items()
+    ]
     groups = {"sampled": sum(held_out.values(), [])}
     groups["near-optimal"] = [write_tastefully(rng, task, 0.05, 0.2) for _ in range(2000)]
-    for name, rows in list(groups.items()):
-        groups[f"{name}, a third spoiled"] = [
-            spoil(rng, task, *row) if rng.random() < 1 / 3 else row for row in rows
-        ]
     with torch.inference_mode():
         for name, rows in groups.items():
             judged, rated = [task.judge(*row) for row in rows], rate(reward_model, tokenizer, rows)
-            assert torch.allclose(rated, rate(reward_model, tokenizer, rows, "left"), atol=1e-3)
             report.append(f"reward model, {name}: Spearman {spearmanr(judged, rated).statistic:.3f}")
-            report[-1] += f", mean of the judge {fmean(judged):.3f}, of the model {rated.mean():.3f}"
-        for side in ("chosen", "rejected"):
-            prompts, texts = zip(*[(pair["prompt"], pair[side]) for pair in pairs[10_240:]])
-            logps, mask = completion_logps(policy, tokenizer, prompts, texts)
-            report.append(f"{side}: mean score {fmean(pair['score_' + side] for pair in pairs):.3f}")
-            report[-1] += f", mean token log p under the policy {(logps * mask).sum() / mask.sum():.3f}"
-    return report + [str(pair) for pair in pairs[:3]]
+    return report
 
 
 def make_shell_game(folder: Path, seed: int = 0) -> list[str]:
@@ -629,37 +524,16 @@ def make_shell_game(folder: Path, seed: int = 0) -> list[str]:
         rows = [{"problem": problem, "answer": follow_ball(problem)[-1]} for problem in problems]
         write_rows(folder / f"problems_{name}.jsonl.gz", rows)
 
-    full_work = [(problem, write_work(rng, problem)) for problem in test]
-    turns = full_work + [(problem, write_as_student(rng, problem)) for problem in test]
-    policy, tokenizer = reload_and_check(folder / "policy", turns)
     rows = sample(policy, tokenizer, test * 4, max_new_tokens=16, seed=300)
     scores = [judge_shell_game(*row) for row in rows]
-    report = [f"{policy.num_parameters():,} parameters, {len(tokenizer)} tokens"]
-    report.append(
-        f"policy at T 1: accuracy {fmean(scores):.3f}, unfinished {fmean(not row[2] for row in rows):.3f}"
-    )
-    written = [len(completion.split("\n</think>")[0].split()) - 1 for _, completion, _ in rows]
-    for count in range(NUM_SWAPS):
-        group = [score for score, length in zip(scores, written) if length == count]
-        report.append(
-            f"{count} places written in {len(group) / len(rows):.3f}, "
-            f"of which right {fmean(group or [0]):.3f}"
-        )
-    with torch.inference_mode():
-        # (B, T), without padding
-        ids = encode(tokenizer, [render(tokenizer, *turn) for turn in full_work])["input_ids"]
-        cups = torch.tensor(tokenizer.convert_tokens_to_ids(list(CUPS)))
-        likeliest = cups[policy(ids[:, :-1]).logits[:, :, cups].argmax(-1)]  # (B, T - 1)
-        places = torch.isin(ids[:, 1:], cups)
-        places[:, :NUM_SWAPS] = False  # the first cup belongs to the prompt
-        right = ((likeliest == ids[:, 1:]) | ~places).all(1).float().mean()
-    report.append(f"the likeliest cup is right at all places and in the answer: {right:.3f}")
-    return report + [f"{row} {score}" for row, score in zip(rows[:4], scores)]
+    written = [len(text.partition("\n</think>")[0].split()) - 1 for _, text, _ in rows]  # places
+    full = [score for score, count in zip(scores, written) if count == NUM_SWAPS - 1]
+    return [f"accuracy of the policy at T 1: {fmean(scores):.3f}, of full work {fmean(full):.3f}"]
 
 
 def make(name: str, out: Path, seed: int) -> str:
     """Makes one task. Returns the report."""
-    started, folder = time.time(), out / name
+    folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # because sums in another order would change the files
     tasks = {"bouquets": BOUQUETS, "tales": another_instance(seed), "low_entropy": LOW_ENTROPY}
@@ -668,22 +542,18 @@ def make(name: str, out: Path, seed: int) -> str:
 
         report = make_stories(folder, seed)
     elif name == "sums":
-        from toy.sums import make_sums
-
-        report = make_sums(folder)
+        sums.main(folder)
+        report = []
     elif name == "shell_game":
         report = make_shell_game(folder, seed)
     else:
         report = make_preference_task(tasks[name], folder)
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    sizes = [f"{path.stat().st_size:8,} bytes  {path.relative_to(out)}" for path in files]
-    return "\n  ".join([f"{name}, made in {time.time() - started:.0f} s", *report, *sizes])
+    return "\n  ".join([f"{name} in {folder}", *report])
 
 
 def main(
     out: Path = Path(__file__).parent,
     tasks: tuple[str, ...] = ("tales", "bouquets", "shell_game"),
-    jobs: int = 2,
     seed: int = 0,
 ):
     """Makes the toy tasks and prints a report of each.
@@ -691,14 +561,13 @@ def main(
     Args:
         out: folder of the tasks.
         tasks: bouquets, tales, shell_game, low_entropy, stories, sums.
-        jobs: number of tasks that are made at a time.
         seed: another instance of tales, stories or the shell game than the committed one (0), in another
             --out.
     """
     with_seeds = ("tales",), ("stories",), ("shell_game",)
     if seed and (tasks not in with_seeds or out == Path(__file__).parent):
         raise SystemExit("error: --seed needs --tasks tales, stories or shell_game, and another --out")
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         for report in pool.map(make, tasks, itertools.repeat(out), itertools.repeat(seed)):
             print(report, flush=True)
 

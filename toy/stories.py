@@ -16,11 +16,11 @@ from statistics import fmean
 
 import torch
 import torch.nn.functional as F
-import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-from toy.common import optimize, save, write_rows
+from toy import common
+from toy.common import as_rows, completion_loss, optimize, save, write_rows
 
 BASE = Path(__file__).parent / "stories" / "base"
 NEW_TOKENS = 48  # maximum tokens of a completion, with its </s>
@@ -67,29 +67,11 @@ def distinct_trigrams(texts: list[str]) -> float:
 # === Texts ===
 
 
-@torch.inference_mode()
-def sample_ids(model, tokenizer, prompts: list[str], max_new_tokens=NEW_TOKENS, temperature=1.0, top_p=1.0):
+def sample_ids(model, tokenizer, prompts: list[str], max_new_tokens=NEW_TOKENS, **how) -> list[list[int]]:
     """Samples a completion for each prompt. Returns its token ids up to the first </s>, inclusive."""
-    rows = [None] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # by length, for less padding
-    how = {"temperature": temperature, "top_p": top_p, "top_k": 0, "max_new_tokens": max_new_tokens}
-    for start in range(0, len(order), 1024):
-        chunk = order[start : start + 1024]
-        batch = tokenizer([prompts[i] for i in chunk], padding=True, padding_side="left", return_tensors="pt")
-        ids = model.generate(**batch, do_sample=True, **how)[:, batch["input_ids"].shape[1] :]
-        for i, row in zip(chunk, ids.tolist()):
-            finished = tokenizer.eos_token_id in row
-            rows[i] = row[: row.index(tokenizer.eos_token_id) + 1] if finished else row
-    return rows
-
-
-def as_rows(tokenizer, prompts: list[str], completions: list[list[int]]) -> list[tuple]:
-    """Decodes completions. Returns rows. Special tokens but the last </s> stay in the text."""
-    rows = []
-    for prompt, ids in zip(prompts, completions):
-        finished = ids[-1] == tokenizer.eos_token_id
-        rows.append((prompt, tokenizer.decode(ids[:-1] if finished else ids), finished))
-    return rows
+    ids = common.sample_ids(model, tokenizer, [prompts[i] for i in order], max_new_tokens, **how)
+    return [row for _, row in sorted(zip(order, ids))]
 
 
 def sample(model, tokenizer, prompts: list[str], **how) -> list[tuple]:
@@ -101,16 +83,6 @@ def encode(tokenizer, rows: list[tuple]):
     """Returns the token ids and the attention mask of rows, (B, T) each. Finished rows end with </s>."""
     texts = [prompt + completion + tokenizer.eos_token * finished for prompt, completion, finished in rows]
     return tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-
-
-def completion_logps(model, tokenizer, rows: list[tuple]):
-    """Computes the log-prob of each next token, and the mask of completions and </s>, (B, T - 1) each."""
-    batch = encode(tokenizer, rows)
-    logps = model(**batch).logits[:, :-1].log_softmax(-1)  # (B, T - 1, V)
-    mask = batch["attention_mask"][:, 1:].float()
-    for i, (prompt, *_) in enumerate(rows):
-        mask[i, : len(tokenizer(prompt).input_ids) - 1] = 0
-    return logps.gather(2, batch["input_ids"][:, 1:, None]).squeeze(2), mask
 
 
 def cut_prompt(tokenizer, rng: random.Random, story: str) -> str:
@@ -167,8 +139,10 @@ def finetune(model, tokenizer, rng: random.Random, rows: list[tuple], steps: int
     model = copy.deepcopy(model)
 
     def loss_at(step: int) -> torch.Tensor:
-        logps, mask = completion_logps(model, tokenizer, rng.choices(rows, k=64))
-        return -(logps * mask).sum() / mask.sum()
+        chosen = rng.choices(rows, k=64)
+        batch = encode(tokenizer, chosen)
+        prompt_lengths = [len(tokenizer(prompt).input_ids) for prompt, *_ in chosen]
+        return completion_loss(model, batch, prompt_lengths)
 
     return optimize(model, steps, steps // 10 + 1, loss_at, lr)
 
@@ -278,8 +252,6 @@ def label(rng: random.Random, answers: list[tuple], tau: float) -> list[dict]:
 
 def make_stories(folder: Path, seed: int) -> list[str]:
     """Makes the stories in `folder`. Returns the lines of a report."""
-    transformers.utils.logging.set_verbosity_error()  # it would warn that the reward model's head is new
-    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
     rng = random.Random(seed)
     base, tokenizer = load_base()
@@ -296,8 +268,7 @@ def make_stories(folder: Path, seed: int) -> list[str]:
         if completion:
             rows.append((prompt, completion, True))
     prompts = choose_prompts(tokenizer, rng, openings)
-    needed = sum(count for count, _ in SPLITS.values())
-    assert len(prompts) >= needed, f"only {len(prompts)} prompts of {needed}"
+    assert len(prompts) >= sum(count for count, _ in SPLITS.values()), f"only {len(prompts)} prompts"
 
     # Models and pairs. The policy writes </s>, which the base model never does.
     policy = finetune(base, tokenizer, rng, rows, 200, 5e-4)
@@ -318,56 +289,22 @@ def make_stories(folder: Path, seed: int) -> list[str]:
     for split in SPLITS:
         write_rows(folder / f"preferences_{split}.jsonl.gz", pairs[split])
         write_rows(folder / f"prompts_{split}.jsonl.gz", [{"prompt": prompt} for prompt in prompts_of[split]])
-    return [f"{len(rows)} stories, {len(prompts)} prompts, τ {tau:.3f}", *describe(folder, authors, pairs)]
+    models = policy, reward_model.float()
+    return [f"{len(rows)} stories, {len(prompts)} prompts, τ {tau:.3f}", *describe(*models, tokenizer, pairs)]
 
 
 @torch.inference_mode()
-def describe(folder: Path, authors: dict, pairs: dict) -> list[str]:
-    """Loads the files, checks that no text was tokenized wrongly, and returns the lines of a report."""
-    policy = AutoModelForCausalLM.from_pretrained(folder / "policy").eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
-    reward_model = AutoModelForSequenceClassification.from_pretrained(
-        folder / "reward_model", dtype=torch.float32
-    ).eval()
-    for pair in sum(pairs.values(), []):
-        prompt_ids = tokenizer(pair["prompt"]).input_ids
-        for text in (pair["prompt"] + pair["chosen"], pair["prompt"] + pair["rejected"]):
-            ids, ended = tokenizer([text, text + tokenizer.eos_token]).input_ids
-            assert ids[: len(prompt_ids)] == prompt_ids, f"a token spans prompt and completion in {text!r}"
-            assert ended == ids + [tokenizer.eos_token_id], f"the end changes the tokens of {text!r}"
-            decoded = tokenizer.decode(ids, skip_special_tokens=True)
-            assert decoded == " " + text, f"{text!r} changes when it is encoded and decoded"
-            assert len(ids) - len(prompt_ids) < 2 * NEW_TOKENS, f"{text!r} is long"
-
-    report = []
+def describe(policy, reward_model, tokenizer, pairs: dict) -> list[str]:
+    """Returns the lines of a report."""
     prompts = [pair["prompt"] for pair in pairs["test"]]
-    for name, author in {"policy at T 0.7, top-p 0.95": (policy, 0.7, 0.95), **authors}.items():
-        model, how = author[0], dict(zip(("temperature", "top_p"), author[1:]))
-        rows = sample(model, tokenizer, prompts * 2, **how)
-        (logps, mask), (own, _) = (completion_logps(m, tokenizer, rows) for m in (policy, model))
-        line = f"{name}: judge {fmean(judge_story(*row) for row in rows):.3f}"
-        line += f", finished {fmean(row[2] for row in rows):.3f}, {mask.sum(1).mean():.1f} tokens"
-        line += f", distinct trigrams {distinct_trigrams([row[1] for row in rows]):.3f}"
-        line += f", log p a token under the policy {(logps * mask).sum() / mask.sum():.3f}"
-        if model is not policy and how == {"temperature": 1.0}:
-            line += f", KL from the policy {((own - logps) * mask).sum(1).mean():.2f}"
-        report.append(line)
+    rows = sample(policy, tokenizer, prompts * 2, temperature=0.7, top_p=0.95)
+    report = [f"policy at T 0.7, top-p 0.95: judge {fmean(judge_story(*row) for row in rows):.3f}"]
     for split, of_split in pairs.items():
         agree = fmean(pair["score_chosen"] > pair["score_rejected"] for pair in of_split)
         report.append(f"{split}: {len(of_split)} pairs, of which the judge agrees with {agree:.3f}")
+    scores = []
     for side in ("chosen", "rejected"):
         rows = [(pair["prompt"], pair[side], True) for pair in pairs["test"]]
-        logps, mask = completion_logps(policy, tokenizer, rows)
-        report.append(f"{side}: judge {fmean(pair['score_' + side] for pair in pairs['test']):.3f}")
-        report[-1] += f", log p a token under the policy {(logps * mask).sum() / mask.sum():.3f}"
-    held_out = pairs["tune"] + pairs["test"]
-    scores, judged = [], []
-    for side in ("chosen", "rejected"):
-        rows = [(pair["prompt"], pair[side], True) for pair in held_out]
         scores.append(rate(reward_model, tokenizer, rows))
-        judged.append(torch.tensor([pair[f"score_{side}"] for pair in held_out]))
-    right, as_judge = scores[0] > scores[1], (scores[0] > scores[1]) == (judged[0] > judged[1])
-    correlation = torch.corrcoef(torch.stack([torch.cat(scores), torch.cat(judged)]))[0, 1]
-    report.append(f"reward model, held-out pairs: right {right.float().mean():.3f}")
-    report[-1] += f", as the judge {as_judge.float().mean():.3f}, correlation with it {correlation:.3f}"
-    return report + [str(pair) for pair in pairs["train"][:3]]
+    right = (scores[0] > scores[1]).float().mean()
+    return [*report, f"test: the reward model agrees with {right:.3f} of the labels"]
