@@ -275,9 +275,9 @@ def folders(tmp_path_factory) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_sharded_models_have_the_logits_of_the_unsharded_one_bit_for_bit(folders, ranks):
-    run_ranks(ranks, folders, compare_models)
+@pytest.mark.slow
+def test_sharded_models_have_the_logits_of_the_unsharded_one_bit_for_bit(folders):
+    run_ranks(2, folders, compare_models)
 
 
 def measure_loading(script, folder: str):

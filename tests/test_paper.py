@@ -459,6 +459,7 @@ def sample(log_ratio, mask, input_ids, number=7, kappa=100.0) -> tuple:
     return result.detach(), x.grad.bool()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_within_a_round_samples_before_it_draws_a_batch():
     """In a new process, where no batch was drawn."""
     code = "import torch; from types import SimpleNamespace; "
@@ -551,7 +552,7 @@ def train(variant: str, script_name: str, folder, *flags) -> list[dict]:
 
 
 SHORT = "--batch-size 4 --lr 1e-2 --warmup-fraction 0 --checkpoint-every 0 --engine hf".split()
-SHORT += ["--eval-dataset", ""]
+SHORT += ["--dataset", PAIRS, "--eval-dataset", ""]
 
 
 def test_a_trust_region_syncs_after_every_kth_update_and_clips_nothing(tmp_path):
@@ -567,6 +568,7 @@ def test_a_trust_region_syncs_after_every_kth_update_and_clips_nothing(tmp_path)
             assert abs(step["rewards/chosen"]) > 0.01  # with clipping it would be below 1e-7
 
 
+@pytest.mark.slow
 def test_a_trust_region_is_for_offline_data():
     for name in ("dpo_humanline", "grpo_math_humanline"):
         flags = ["--engine", "hf", *(["--online"] if name == "dpo_humanline" else [])]

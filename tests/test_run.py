@@ -121,6 +121,7 @@ def test_the_first_line_has_only_the_settings_that_differ_from_the_defaults(caps
 # === Errors ===
 
 
+@pytest.mark.slow
 def test_a_mistake_in_an_edited_loss_keeps_its_traceback(tmp_path):
     old = "    return -F.logsigmoid(chosen - rejected)\n"
     ended = run_edited(tmp_path, old, "    return -F.logsigmoid(chosen - rejected)[:, 0]\n")
@@ -161,6 +162,7 @@ def test_a_share_of_a_list_is_its_part_in_order():
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
+@pytest.mark.slow
 def test_a_signal_handler_acts_only_in_the_process_that_installed_it():
     """A judge's pool could not be terminated, because its processes took over the handler."""
     code = """

@@ -155,6 +155,7 @@ def assert_equal(ours, theirs, **tolerances):
 
 
 # === Beside TRL's own trainers: k = 0 and no bounds ===
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, model, settings",
     [
@@ -442,6 +443,7 @@ class AtSyncs(TrainerCallback):
         self.later.append(self.difference())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, adapter, settings",
     [
@@ -554,6 +556,7 @@ def test_two_processes_equal_one(tmp_path):
         assert max(values(one, "humanline/clipped_low")) > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, model, k", [(DPO, "whole", 3), (KTO, "adapter", 3), (GRPO, "adapter", 3), (GRPO, "whole", 0)]
 )
