@@ -77,11 +77,12 @@ def engine_flags(model: str, top_p: str) -> list[str]:
 
 @pytest.fixture(scope="module", params=["untied", "tied"])
 def reports(request, tmp_path_factory, tied_policy):
-    """What both engines drew on one rank and on two, and what each rank printed."""
-    model = str(TOY / "policy") if request.param == "untied" else tied_policy
+    """What both engines drew on one rank and, if untied, on two, and what each rank printed."""
+    untied = request.param == "untied"
+    model = str(TOY / "policy") if untied else tied_policy
     path = tmp_path_factory.mktemp("engine") / "report.json"
     found = {}
-    for ranks in (1, 2):
+    for ranks in (1, 2) if untied else (1,):
         worker = partial(sample_with_both, str(path))
         processes = start_ranks(ranks, [engine_flags(model, "0.95")], worker)
         outputs = finish(processes)
@@ -98,7 +99,7 @@ def test_reported_log_probs_equal_the_trainers_after_each_update(reports):
 
 def test_samples_end_and_do_not_depend_on_the_number_of_ranks(reports):
     ids = reports[1]["vllm"]["ids"]
-    assert ids == reports[2]["vllm"]["ids"] and len(ids) == 64
+    assert all(report["vllm"]["ids"] == ids for report in reports.values()) and len(ids) == 64
     assert 1 < max(len(sample) for sample in ids) <= 12
 
 
@@ -127,10 +128,9 @@ MATH += ["--eval-samples", "16", "--warmup-fraction", "0"]
 @pytest.mark.parametrize(
     ("ranks", "script", "flags", "rounds"),
     [
-        (1, "dpo_humanline", ONLINE, 4),
         (2, "dpo_humanline", [*ONLINE, "--no-humanline", "--vllm-tensor-parallel", "2"], 4),
-        (2, "kto_humanline", [*TALES, "--round-prompts", "40"], 2),
-        (2, "grpo_humanline", GROUPS, 2),
+        (1, "kto_humanline", [*TALES, "--round-prompts", "40"], 2),
+        (1, "grpo_humanline", GROUPS, 2),
         (2, "grpo_math_humanline", MATH, 2),
     ],
 )
