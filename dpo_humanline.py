@@ -108,7 +108,7 @@ class Args:
 
 
 # The defaults above are those of offline humanline DPO. With --model, other variants of Table 3 have these
-# instead, unless their flags are given. (online, humanline) is the key. Offline DPO has no others.
+# instead, unless their flags are given. The key is (online, humanline); (False, False) has the defaults.
 PAPER = {
     (True, False): dict(lr=2.5e-6, max_grad_norm=0.5),
     (True, True): dict(lr=2.5e-6),
@@ -213,8 +213,8 @@ def main(args: Args):
     run.save_args(args, output_dir, __file__)
     log = run.Log(args, output_dir, progress.step, before)
 
-    # Whatever ends the loop, the models of `progress.step` are saved. It is None while an update changes
-    # them, and an error then saves nothing.
+    # Whatever ends the loop, the last completed step is saved, unless the optimizer was changing the weights:
+    # then `progress.step` is None.
     with checkpoint.save_at_exit(args, output_dir, policy, reference, optimizer, progress) as end_step:
         for step in range(progress.step, args.num_steps):
             metrics = {"step": step}

@@ -125,7 +125,7 @@ class Args:
 
 
 # The defaults above are those of offline humanline GRPO. With --model, other variants of Table 3 have these
-# instead, unless their flags are given. (online, humanline) is the key. Online GRPO has no others.
+# instead, unless their flags are given. The key is (online, humanline); (True, False) has the defaults.
 PAPER = {(False, False): dict(epsilon=0.5), (True, True): dict(max_grad_norm=0.5)}
 FOLDER = Path(__file__).resolve().parent / "toy" / "tales"
 # Settings of the toy, which replace the defaults above. With k = 1, the reference is one update old and
@@ -245,8 +245,8 @@ def main(args: Args):
     run.save_args(args, output_dir, __file__)
     log = run.Log(args, output_dir, progress.step, before)
 
-    # Whatever ends the loop, the models of `progress.step` are saved. It is None while an update changes
-    # them, and an error then saves nothing.
+    # Whatever ends the loop, the last completed step is saved, unless the optimizer was changing the weights:
+    # then `progress.step` is None.
     with checkpoint.save_at_exit(args, output_dir, policy, reference, optimizer, progress) as end_step:
         for step in range(progress.step, args.num_steps):
             metrics = {"step": step}
