@@ -345,7 +345,8 @@ def check_plain(attention_mask, longest: int, dropout=0.0, sliding_window=None, 
     because it does not know these attention implementations. `choose_attention` catches the error, and the
     model keeps its own attention.
 
-    longest: the length of the longest sequence, which must fit into a window.
+    longest: the length of the longest sequence, which must fit into a window, also into one that the model's
+    config does not name.
     """
     unknown = [name for name, value in options.items() if value is not None and name not in NEUTRAL]
     fits = sliding_window is None or longest <= sliding_window
@@ -576,8 +577,8 @@ def matmul_fp32(a, b):
     if are_bf16 and a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)  # exact products of bf16 numbers, summed in fp32
     dtype = torch.promote_types(a.dtype, torch.float32)
-    # For speed alone, because some CPUs have units for bf16: "bf16" rounds the factors to bf16, which changes
-    # nothing if they were bf16, and sums in fp32. The setting holds for all fp32 products of the process.
+    # For speed alone, because many CPUs have units for bf16 (docs/performance.md): "bf16" rounds the factors to
+    # bf16, which changes nothing here, and sums in fp32. The setting holds for all fp32 products of the process.
     settings = torch.backends.mkldnn.matmul
     precision = settings.fp32_precision
     if are_bf16:

@@ -30,7 +30,7 @@ from utils import Example, InputError
 # The rows of a file, and their groups. The files are read in pieces, and the groups hold token ids, so that
 # a large data set needs little memory.
 
-CHUNK = 500  # rows that a rank encodes before the ranks exchange their groups
+CHUNK = 2000  # rows that a rank encodes before the ranks exchange their groups
 
 
 def read_rows(name: str, split: str):
@@ -98,9 +98,9 @@ def encode_rows(name: str, split: str, encode) -> tuple[list, list]:
     groups = []
     skipped = []
     rows = read_rows(name, split)
-    for chunk in iter(lambda: list(islice(rows, CHUNK * ranks)), []):  # until no row is left
-        results = []  # of this rank's part
-        for number, row in run.share(chunk, rank, ranks):
+    while True:
+        results = []  # of this rank's rows; the ranks take turns
+        for number, row in islice(rows, rank, CHUNK * ranks, ranks):
             try:
                 results.append((number, encode(row)))
             except Exception as error:
@@ -109,7 +109,10 @@ def encode_rows(name: str, split: str, encode) -> tuple[list, list]:
         if ranks > 1:
             dist.all_gather_object(parts, results, machine)
             parts[rank] = results  # whose exceptions have a traceback
-        for number, result in sum(parts, []):
+        results = sorted(sum(parts, []), key=lambda result: result[0])
+        if not results:  # no row is left
+            return groups, skipped
+        for number, result in results:
             if isinstance(result, SkipRow):
                 skipped.append((number, str(result)))
             elif isinstance(result, Exception):
@@ -117,7 +120,6 @@ def encode_rows(name: str, split: str, encode) -> tuple[list, list]:
                 raise result
             else:
                 groups.append(result)
-    return groups, skipped
 
 
 def check_row(row):

@@ -290,7 +290,8 @@ def load_pretrained(auto_class, name: str, dtype, trust_remote_code: bool):
         dtype: a dtype, or "auto": that of the files' first weight.
     """
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    config.dtype = None  # otherwise "auto" would be config.json's dtype, which may not be the files'
+    # Otherwise "auto" would be config.json's dtype, which may not be the files'. from_pretrained sets it again.
+    config.dtype = None
     model, info = auto_class.from_pretrained(
         name,
         config=config,
@@ -395,9 +396,8 @@ def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple], group
     print_main(f"model: {args.model}, {policy.num_parameters():,} parameters, {args.dtype}")
     humanline = "off"
     if args.humanline:
-        # The sync at step 0 copies equal weights, and no step would use that of the last step. This leaves
-        # those at k, 2k and so on, up to num_steps - 2.
-        syncs = max(0, args.num_steps - 2) // args.k if args.k else 0
+        # The sync at step 0 copies equal weights, and no step would use that of the last step.
+        syncs = len(range(args.k, args.num_steps - 1, args.k)) if args.k else 0
         advice = "" if syncs or not args.k else " (lower --k)"
         humanline = f"log-ratios clipped to [{args.log_epsilon_P}, {args.log_epsilon_R}]; "
         humanline += f"k {args.k}: {syncs} syncs change the reference{advice}"

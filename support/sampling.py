@@ -104,8 +104,7 @@ class Sampler:
     def check_engine(self, policy, checked: list[tuple]) -> float:
         """Returns the mean |engine's log-prob - policy's log-prob| over the tokens of some samples, in nats.
 
-        Raises InputError if it is too large: the engine then has wrong weights. In fp32 and wider the limit
-        also finds weights that are one update old, except early in the warmup.
+        Raises InputError if it is too large: the engine then has wrong weights.
 
         checked: [(sample, the engine's log-probs of its tokens), ...].
         """
