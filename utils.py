@@ -577,8 +577,8 @@ def matmul_fp32(a, b):
     if are_bf16 and a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)  # exact products of bf16 numbers, summed in fp32
     dtype = torch.promote_types(a.dtype, torch.float32)
-    # For speed alone, because many CPUs have units for bf16 (docs/performance.md): "bf16" rounds the factors to
-    # bf16, which changes nothing here, and sums in fp32. The setting holds for all fp32 products of the process.
+    # For speed alone, because many CPUs have units for bf16 (docs/performance.md): "bf16" rounds the factors
+    # to bf16, which changes nothing here, and sums in fp32. It holds for all fp32 products of the process.
     settings = torch.backends.mkldnn.matmul
     precision = settings.fp32_precision
     if are_bf16:

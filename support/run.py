@@ -290,7 +290,7 @@ def load_pretrained(auto_class, name: str, dtype, trust_remote_code: bool):
         dtype: a dtype, or "auto": that of the files' first weight.
     """
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    # Otherwise "auto" would be config.json's dtype, which may not be the files'. from_pretrained sets it again.
+    # Otherwise "auto" would be config.json's dtype, which may not be the files'. from_pretrained sets it.
     config.dtype = None
     model, info = auto_class.from_pretrained(
         name,

@@ -1,4 +1,4 @@
-"""The toys: their makers write the committed bytes again."""
+"""The toys: their makers write the committed bytes again, but for models and samples, which take minutes."""
 
 import pytest
 from helpers import ROOT, read_rows
@@ -15,6 +15,24 @@ def test_committed_rows_are_written_as_the_same_bytes(tmp_path):
     for path in files:
         common.write_rows(tmp_path / "rows.jsonl.gz", read_rows(path))
         assert (tmp_path / "rows.jsonl.gz").read_bytes() == path.read_bytes(), path
+
+
+TASKS = {"bouquets": make.BOUQUETS, "tales": make.TALES, "low_entropy": make.LOW_ENTROPY}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_scores_of_the_committed_pairs_are_the_judges(name):
+    rows = read_rows(TOYS / name / "preferences_test.jsonl.gz")
+    assert len(rows) == 512
+    for row in rows:
+        for side in ("chosen", "rejected"):
+            assert row[f"score_{side}"] == round(TASKS[name].judge(row["prompt"], row[side]), 5)
+        assert row["score_chosen"] >= row["score_rejected"] + 0.01
+
+
+def test_a_seed_needs_a_folder_of_its_own():
+    with pytest.raises(SystemExit, match="--seed needs --tasks tales, stories or shell_game, and another"):
+        make.main(seed=1)
 
 
 def test_the_shell_game_is_the_committed_one(tmp_path, monkeypatch):
