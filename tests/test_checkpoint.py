@@ -91,8 +91,8 @@ def copy(uninterrupted, tmp_path):
 # === Ends from outside ===
 
 slow = pytest.mark.slow
-KILLS = [("grpo", 1, TERM)]
-for case in [("dpo", 2, KILL), ("dpo", 2, INT), ("kto", 1, INT), ("grpo_math", 2, TERM)]:
+KILLS = [("dpo", 1, TERM)]
+for case in [("dpo", 2, KILL), ("dpo", 2, INT), ("kto", 1, INT), ("grpo", 1, TERM), ("grpo_math", 2, TERM)]:
     KILLS.append(pytest.param(*case, marks=slow))
 
 
@@ -157,6 +157,7 @@ def test_a_signal_under_torchrun_lets_the_step_finish_and_says_how_to_resume(tmp
     assert 'dpo_humanline.py", line' not in errors  # no traceback but that of torchrun
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_a_run_within_its_step(tmp_path):
     """The first one was followed by minutes of sampling, and every further one was swallowed."""
     folder = tmp_path / "run"
@@ -252,7 +253,7 @@ def run_with_error(script, arguments):
         ("grpo", 2, "judge ValueError", "ValueError"),
         ("grpo", 1, "judge SystemExit", "SystemExit"),
         ("grpo", 1, "equal ValueError", "no prompt's rewards differ enough"),
-        ("dpo", 1, "metric SystemExit", "has called exit()"),
+        pytest.param("dpo", 1, "metric SystemExit", "has called exit()", marks=slow),
         ("dpo", 1, "backward ValueError", "ValueError"),  # FSDP has gathered the weights
         pytest.param("dpo", 2, "backward ValueError", "ValueError", marks=slow),
         pytest.param("dpo", 2, "metric ValueError", "ValueError", marks=slow),
@@ -276,6 +277,7 @@ def test_an_error_in_the_loop_saves_the_last_completed_step(
         assert_same(folder, uninterrupted(script, ranks))
 
 
+@pytest.mark.slow
 def test_an_error_within_an_update_saves_no_step(tmp_path, monkeypatch, uninterrupted):
     """Its weights belong to no step. The checkpoint before it resumes."""
     monkeypatch.setenv("ERROR", "update ValueError")
@@ -309,6 +311,7 @@ def test_a_run_goes_on_on_another_number_of_ranks(uninterrupted, tmp_path):
         assert (b["loss"], b["grad_norm"]) == pytest.approx((a["loss"], a["grad_norm"]), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_even_in_a_folder_that_was_moved(uninterrupted, tmp_path):
     folder = tmp_path / "moved"
     run_ranks(1, [[*DPO, "--num-steps", "6", "--output-dir", str(tmp_path / "run")]])
@@ -406,6 +409,7 @@ def run_with_late_weight(script, arguments):
     run_main(script, arguments)
 
 
+@pytest.mark.slow
 def test_a_weight_that_gets_its_first_gradient_after_a_resume_has_new_moments(tmp_path):
     """AdamW's count of its steps was 1 too high, and a dict in Progress could not be resumed."""
     whole, folder = tmp_path / "whole", tmp_path / "run"

@@ -68,6 +68,7 @@ def runs(data, folder):
     return {name: steps for name, (steps,) in run_layouts(folder, jobs, [(1, "0")], SCRIPT).items()}
 
 
+@pytest.mark.slow
 def test_ranks_and_layouts_agree_and_sample_the_same(runs, data, tmp_path):
     """Two ranks have two sequences in a micro-batch."""
     expected = runs["humanline"]
@@ -99,6 +100,7 @@ def test_the_reference_follows_k_or_is_the_policy_at_sampling_time(runs, variant
     assert same == [steps == 0 for steps in since_sync]
 
 
+@pytest.mark.slow
 def test_every_s_draws_the_same_problems_in_the_same_order(data, tmp_path):
     flags = [*RUN, "--eval-samples", "0", "--checkpoint-every", "1", "--keep-checkpoints", "0"]
     for s in ("2", "4"):

@@ -173,6 +173,7 @@ EXACT = ["--max-grad-norm", "1e9"]  # the norm is rounded to fp32, and so is wha
 SAME = ["kto/z_0", "loss", "rewards/chosen", "rewards/rejected", "humanline/log_ratio_abs_mean"]
 
 
+@pytest.mark.slow
 def test_z_0_loss_and_gradient_norm_agree_for_all_layouts(files, tmp_path):
     jobs = {name: [*RUN, *EXACT, "--dataset", path] for name, path in files.items()}
     for expected, other in run_layouts(tmp_path, jobs, LAYOUTS, "kto_humanline").values():

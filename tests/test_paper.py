@@ -555,6 +555,7 @@ SHORT = "--batch-size 4 --lr 1e-2 --warmup-fraction 0 --checkpoint-every 0 --eng
 SHORT += ["--dataset", PAIRS, "--eval-dataset", ""]
 
 
+@pytest.mark.slow
 def test_a_trust_region_syncs_after_every_kth_update_and_clips_nothing(tmp_path):
     """All log-ratios are 0 where the reference is the policy. Bounds of ±1e-9 would clip all other tokens."""
     bounds = ["--log-epsilon-P=-1e-9", "--log-epsilon-R=1e-9"]
@@ -576,6 +577,7 @@ def test_a_trust_region_is_for_offline_data():
         assert said.startswith("error: trust-region is for offline data")
 
 
+@pytest.mark.slow
 def test_without_clipping_training_is_as_with_infinite_bounds_and_the_metrics_have_the_bounds(tmp_path):
     flags = ["--k", "2", "--num-steps", "4", *SHORT]
     train("no-clipping", "dpo_humanline", tmp_path / "run", *flags)

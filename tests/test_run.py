@@ -129,6 +129,7 @@ def test_a_mistake_in_an_edited_loss_keeps_its_traceback(tmp_path):
     assert "IndexError: too many indices" in ended.stderr
 
 
+@pytest.mark.slow
 def test_bad_input_is_one_line_without_a_traceback(tmp_path):
     path = tmp_path / "broken.jsonl"
     path.write_text('{"prompt"\n')

@@ -48,6 +48,7 @@ LR = {"whole": 3e-4, "new adapter": 3e-3, "adapter": 3e-3}
 ONE_EACH = dict(gradient_accumulation_steps=2)  # one update per generation
 SEVERAL = dict(steps_per_generation=4, num_iterations=2, gradient_accumulation_steps=2)  # 4 updates each
 
+slow = pytest.mark.slow
 kinds = pytest.mark.parametrize("kind", THEIRS, ids=["DPO", "KTO", "GRPO"])
 
 
@@ -180,7 +181,8 @@ def test_without_bounds_and_syncs_dpo_and_kto_are_trls(kind, model, settings, tm
 
 
 MASKED = dict(mask_truncated_completions=True, max_completion_length=13)
-GRPO_CASES = [("whole", 1, ONE_EACH), ("whole", 1, ONE_EACH | MASKED), ("adapter", 0, SEVERAL)]
+GRPO_CASES = [("whole", 1, ONE_EACH | MASKED)]
+GRPO_CASES += [pytest.param(*case, marks=slow) for case in [("whole", 1, ONE_EACH), ("adapter", 0, SEVERAL)]]
 
 
 @pytest.mark.parametrize("model, k, settings", GRPO_CASES)
@@ -368,13 +370,13 @@ def run_both(kind, model, folder, k, beta=0.1, loss_type="dapo", file=trl_humanl
     "kind, model, k, settings",
     [
         (DPO, "whole", 2, {}),
-        (DPO, "adapter", 1, {}),
-        (KTO, "whole", 1, {}),
+        pytest.param(DPO, "adapter", 1, {}, marks=slow),
+        pytest.param(KTO, "whole", 1, {}, marks=slow),
         (KTO, "adapter", 2, {}),
         (GRPO, "whole", 3, dict(loss_type="grpo")),
-        (GRPO, "adapter", 2, {}),
-        (GRPO, "whole", 0, {}),
-        (GRPO, "adapter", 1, dict(beta=0.0)),
+        pytest.param(GRPO, "adapter", 2, {}, marks=slow),
+        pytest.param(GRPO, "whole", 0, {}, marks=slow),
+        pytest.param(GRPO, "adapter", 1, dict(beta=0.0), marks=slow),
     ],
 )
 def test_losses_and_weights_are_those_of_a_plain_loop(kind, model, k, settings, tmp_path):
