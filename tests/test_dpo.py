@@ -27,6 +27,7 @@ from helpers import (
     toy_rows,
     trl_settings,
 )
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -237,6 +238,9 @@ def compare_models(script, folder: str):
     if getattr(plain.config, "attn_logit_softcapping", None):
         plain.set_attn_implementation("eager")
     policy, reference = load(script, folder, "float32")
+    blocks = script.decoder_blocks(policy)
+    assert len(blocks) >= plain.config.num_hidden_layers
+    assert all(isinstance(block, FSDPModule) for block in blocks)
     input_ids = torch.randint(0, plain.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
     assert {p.dtype for p in [*policy.parameters(), *reference.parameters()]} == {torch.float32}
     assert not policy.training and not reference.training

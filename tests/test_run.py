@@ -179,9 +179,11 @@ process.terminate()
 process.join(20)
 assert process.exitcode == -signal.SIGTERM, process.exitcode
 assert signal.getsignal(signal.SIGTERM) == signals.record and not signals.received
+signal.raise_signal(signal.SIGTERM)
+assert signals.received == signal.SIGTERM
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and "stopping after this step" in done.stderr, done.stderr
 
 
 # === Models ===
