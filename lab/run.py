@@ -1,11 +1,11 @@
 """Makes the runs of a study, as many at a time as there are cores, and keeps a csv row for each run.
 
-    python -m lab.run lab/rate/commands.txt           # writes lab/rate/rate.csv
-    python -m lab.run lab/rate/commands.txt --score   # also the scores of the toys' hidden judges
+    python -m lab.run lab/rate/games.txt             # writes lab/rate/rate.csv
+    python -m lab.run lab/rate/stories.txt --score   # also the scores of the toys' hidden judges
     python -m lab.compare rate --metric curve
 
 A line of the file is a run: panel, arm, instance and command, separated by |. A line without | is a command
-that prepares data. Such lines are run first, one after the other. # begins a comment:
+that prepares data. Such lines are run before all others. # begins a comment:
 
     python toy/make.py --tasks shell_game --seed 1 --out runs/games/1
     game | humanline | 1 | python grpo_math_humanline.py --model runs/games/1/shell_game/policy --seed 21
@@ -140,7 +140,7 @@ def main(file: tyro.conf.Positional[Path], jobs: int = 0, score: bool = False):
     """Makes the runs that the csv beside the file lacks.
 
     Args:
-        file: lab/NAME/commands.txt; the csv is lab/NAME/NAME.csv.
+        file: a file in lab/NAME; the csv is lab/NAME/NAME.csv.
         jobs: number of runs at a time; 0: as many as there are cores.
         score: also ask the hidden judge of a toy (lab/score.py).
     """
@@ -150,10 +150,9 @@ def main(file: tyro.conf.Positional[Path], jobs: int = 0, score: bool = False):
     rows = pd.read_csv(out, dtype={"commit": str}).to_dict("records") if out.exists() else []
     made = {(row["command"], row["commit"]) for row in rows}
     left = [run for run in runs if (run["command"], at) not in made]
-    if left:
-        for line in preparing:
-            check(shell(line))
     with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
+        for done in pool.map(shell, preparing if left else []):
+            check(done)
         futures = [pool.submit(make_row, run, at, score) for run in left]
         for future in tqdm(as_completed(futures), total=len(left), unit="run"):
             rows.append(future.result())

@@ -54,9 +54,10 @@ def exit_on_input_error():
     try:
         yield
     except InputError as error:
-        if dist.is_initialized() and dist.get_backend() == "gloo":
-            dist.destroy_process_group()  # otherwise gloo's threads abort the process when it exits
         raise SystemExit(": ".join(["error", *getattr(error, "__notes__", []), str(error)])) from None
+    finally:
+        if dist.is_initialized() and dist.get_backend() == "gloo":
+            dist.destroy_process_group()  # otherwise gloo's threads may abort the process when it exits
 
 
 @contextmanager

@@ -14,6 +14,7 @@ sys.path[:0] = [str(ROOT)]
 os.environ["OMP_NUM_THREADS"] = "1"  # for the ranks too
 os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
 os.environ["PYTHONUNBUFFERED"] = "1"  # the output of a rank stands in its order
+os.environ["PYTHONFAULTHANDLER"] = "1"  # a rank that crashes says where
 
 # The files that take longest come first, so that no worker waits for the other one at the end.
 LONGEST = "checkpoint ranks trl_humanline notebook dpo sampling grpo_math grpo kto tools".split()

@@ -268,7 +268,7 @@ def test_an_error_in_the_loop_saves_the_last_completed_step(
     flags = [*FLAGS[script], "--checkpoint-every", "100", "--output-dir", str(folder)]
     processes = start_ranks(ranks, [flags], run_with_error, script)
     outputs = finish(processes, timeout=200)
-    assert [process.exitcode for process in processes] == [1] * ranks
+    assert [process.exitcode for process in processes] == [1] * ranks, outputs
     done = lines(folder)
     assert said in outputs[0] and steps_saved(folder) == [done] and done >= 7
     assert f"stopped after {done} steps; to resume: python" in outputs[0]

@@ -90,10 +90,10 @@ def study(tmp_path_factory):
     command = f"python grpo_humanline.py {SHORT} --eval-every 1"
     lines.append(f"toy | humanline | 3 | {command} --seed 7")
     lines.append("toy | wrong | 3 | python grpo_humanline.py --k -1")
-    (folder / "commands.txt").write_text("\n".join(lines))
+    (folder / "runs.txt").write_text("\n".join(lines))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "commit", lambda: "abc1234")
-        run.main(folder / "commands.txt", jobs=1, score=True)
+        run.main(folder / "runs.txt", jobs=1, score=True)
     return folder
 
 
@@ -113,7 +113,7 @@ def test_a_study_has_a_row_for_each_run_with_what_repeats_it(study):
 def test_a_study_that_was_stopped_goes_on(study, monkeypatch, capsys):
     monkeypatch.setattr(run, "commit", lambda: "abc1234")
     monkeypatch.setattr(run, "make_row", None)  # no run is left
-    run.main(study / "commands.txt")
+    run.main(study / "runs.txt")
     assert "2 rows, of which 0 are new" in capsys.readouterr().out
 
 
