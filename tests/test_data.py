@@ -1032,7 +1032,8 @@ def test_prompt_and_completion_are_the_whole_rendering_on_all_real_pairs(
             assert tokenizer.decode(example.completion_ids).strip() == text.strip() + tokenizer.eos_token
 
 
-@pytest.mark.parametrize("kind", [pytest.param("tekken", marks=pytest.mark.slow), "sentencepiece"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tekken", "sentencepiece"])
 def test_tokens_are_those_of_mistrals_own_encoder(real_tokenizer, kind):
     """An oracle without templates. Runs of spaces are left out: transformers' conversion of SentencePiece
     splits them otherwise ("▁▁(" is ▁▁ and ( there, ▁ and ▁( here)."""

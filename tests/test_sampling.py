@@ -246,6 +246,7 @@ def run_example(folder, monkeypatch, script, page: str, name: str, *flags) -> li
     return read_rows(run_here(script, *flags, "--output-dir", folder / "run") / "samples.jsonl")
 
 
+@pytest.mark.slow
 def test_the_pages_function_gives_the_rewards_of_online_grpo(tmp_path, monkeypatch):
     flags = "--online --reward-model= --round-prompts 16 --batch-size 8 --max-new-tokens 20".split()
     samples = run_example(tmp_path, monkeypatch, grpo_humanline, "grpo.md", "SCORE = short", *flags)

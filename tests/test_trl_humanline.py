@@ -468,7 +468,7 @@ def test_at_a_sync_both_models_have_equal_log_probs(kind, adapter, settings, tmp
 
 
 @kinds
-@pytest.mark.parametrize("model", ["whole", "new adapter"])
+@pytest.mark.parametrize("model", ["whole", pytest.param("new adapter", marks=slow)])
 def test_a_model_by_name_is_the_model(model, kind, tmp_path):
     """The adapter comes from peft_config. GRPO then samples with other random numbers."""
     more = {} if model == "whole" else dict(peft_config=LoraConfig(**LORA))
