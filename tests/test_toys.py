@@ -1,12 +1,23 @@
-"""The toys: their makers write the committed bytes again, but for models and samples, which take minutes."""
+"""Tests toy/: the makers write the committed bytes again, but for models and samples, which take minutes."""
+
+import gzip
+import json
+import random
 
 import pytest
+import torch
 from helpers import ROOT, read_rows
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from toy import common, make, sums
+import grpo_humanline
+from support import data
+from toy import chat, common, make, stories, sums
 
 TOYS = ROOT / "toy"
+STORIES = TOYS / "stories"
+
+
+# === toy/make.py and toy/sums.py ===
 
 
 def test_committed_rows_are_written_as_the_same_bytes(tmp_path):
@@ -28,6 +39,15 @@ def test_the_scores_of_the_committed_pairs_are_the_judges(name):
         for side in ("chosen", "rejected"):
             assert row[f"score_{side}"] == round(TASKS[name].judge(row["prompt"], row[side]), 5)
         assert row["score_chosen"] >= row["score_rejected"] + 0.01
+        assert row["prompt"] in TASKS[name].prompts()
+
+
+def test_a_shell_game_is_won_by_a_finished_solution_with_the_last_place():
+    assert make.follow_ball("2 45 15 34 24 45") == ["2", "2", "2", "4", "5"]
+    work = "<think>\n2 2 2 4 5\n</think>\n<answer>\n{}\n</answer>"
+    judged = [make.judge_shell_game("2 45 15 34 24 45", work.format(place)) for place in "54"]
+    assert judged == [1, 0] and make.judge_shell_game("2 45", "2") == 0
+    assert make.judge_shell_game("2 45 15 34 24 45", work.format(5), finished=False) == 0
 
 
 def test_a_seed_needs_a_folder_of_its_own():
@@ -68,3 +88,107 @@ def test_every_kind_of_sums_has_three_separate_parts_and_right_answers(kind, tmp
     for row in [row for part in parts for row in part]:
         a, sign, b = row["problem"].split()
         assert row["answer"] == {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign]
+
+
+# === toy/stories.py ===
+def test_the_judge_is_vaders_mean_over_sentences():
+    happy, sad = (stories.sentiment(text)["compound"] for text in ("She was happy.", "He was sad."))
+    assert (happy, sad) == (0.5719, -0.4767)  # VADER 3.3.2
+    assert stories.judge_story("A prompt that is sad", " She was happy.") == happy
+    assert stories.judge_story("", " She was happy. He was sad.") == pytest.approx((happy + sad) / 2)
+    cut = stories.judge_story("", " She was happy. He was sad", finished=False)
+    assert cut == pytest.approx(happy / 2)  # the last sentence of an unfinished completion counts 0
+    assert stories.judge_story("", "") == stories.judge_story("", " She was happy", finished=False) == 0
+
+
+def test_sentences_and_trigrams():
+    text = ' and "Hi!" said Tim. "Wow, a dog!" Tom ran... He fell! and cried.'
+    wanted = ['and "Hi!" said Tim.', '"Wow, a dog!"', "Tom ran...", "He fell! and cried."]
+    assert stories.sentences(text) == wanted
+    assert stories.distinct_trigrams(["a b c", "A b, c.", "a b d"]) == pytest.approx(2 / 3)
+
+
+def test_labels_agree_with_the_judge_as_often_as_the_scale_says():
+    gaps = [random.Random(i).gauss(0, 0.4) for i in range(2000)]
+    tau = stories.find_scale(gaps)
+    assert torch.sigmoid(torch.tensor(gaps).abs() / tau).mean() == pytest.approx(0.8, abs=1e-6)
+    answers = [("", " She was happy.", " He was sad.")] * 2000
+    pairs = stories.label(random.Random(0), answers, tau=1.0486)  # the gap, so P(chosen) is sigmoid(1)
+    chosen = sum(pair["chosen"] == " She was happy." for pair in pairs) / 2000
+    assert chosen == pytest.approx(torch.sigmoid(torch.tensor(1.0)).item(), abs=0.03)
+
+
+def test_the_scripts_read_every_row_of_the_stories(one_rank):
+    args = grpo_humanline.Args(model=str(STORIES / "policy"), max_prompt_length=32, max_length=96)
+    tokenizer, eos_ids = data.load_tokenizer(args)
+    path = f"{STORIES}/preferences_test.jsonl.gz"
+    groups = grpo_humanline.load_groups(args, tokenizer, eos_ids, path, "train")
+    assert eos_ids == {2} and len(groups) == len(read_rows(path)) == 256
+
+
+def test_the_splits_share_no_prompt_and_the_committed_scores_are_the_judges():
+    prompts = {}
+    for name in ("train", "tune", "test"):
+        rows = read_rows(STORIES / f"preferences_{name}.jsonl.gz")
+        prompts[name] = {row["prompt"] for row in rows}
+        for row in rows[:100]:
+            for side in ("chosen", "rejected"):
+                assert row[f"score_{side}"] == round(stories.judge_story("", row[side]), 4)
+    assert {name: len(texts) for name, texts in prompts.items()} == {"train": 1024, "tune": 256, "test": 256}
+    assert len(set.union(*prompts.values())) == 1536
+
+
+def test_the_reward_model_reads_the_sentiment_of_held_out_pairs():
+    tokenizer = AutoTokenizer.from_pretrained(STORIES / "policy")
+    model = AutoModelForSequenceClassification.from_pretrained(STORIES / "reward_model", dtype=torch.float32)
+    rows = read_rows(STORIES / "preferences_test.jsonl.gz")
+    scores = []
+    for side in ("chosen", "rejected"):
+        with torch.inference_mode():
+            scores.append(stories.rate(model, tokenizer, [(row["prompt"], row[side], True) for row in rows]))
+    wanted = torch.tensor([row["score_chosen"] > row["score_rejected"] for row in rows])
+    assert ((scores[0] > scores[1]) == wanted).float().mean() > 0.7
+
+
+# === toy/chat.py ===
+def message(role: str, text: str) -> dict:
+    return {"role": role, "content": text}
+
+
+def spread(folder, monkeypatch, kind: str, file) -> list[dict]:
+    """Returns all rows that toy/chat.py writes of a file, in the order of their prompts."""
+    monkeypatch.setattr(chat, "PARTS", {"tuning": 1, "held_out": 1})
+    chat.main(kind, file, folder)
+    rows = [row for part in ("tuning", "held_out", "train") for row in read_rows(folder / f"{part}.jsonl")]
+    return sorted(rows, key=lambda row: row["prompt"][-1]["content"])
+
+
+def test_polite_pairs_have_their_input_and_no_prompt_twice(tmp_path, monkeypatch):
+    rows = []
+    for i, (given, chosen) in enumerate([("", "Yes."), ("a\nb", "Yes, I think."), ("c", "Of course.")]):
+        rows.append({"instruction": f"Q{i}?", "input": given, "chosen": chosen, "rejected": "Yes, genius."})
+    skipped = [
+        rows[0] | {"chosen": "Another answer to the same question."},
+        rows[0] | {"instruction": "Equal answers", "rejected": "Yes."},
+        rows[0] | {"instruction": "Too long", "chosen": "very " * 200},
+    ]
+    (tmp_path / "pairs.json").write_text(json.dumps(rows + skipped))
+    expected = []
+    for row, question in zip(rows, ("Q0?", "Q1?\na\nb", "Q2?\nc")):
+        pair = {key: [message("assistant", row[key])] for key in ("chosen", "rejected")}
+        expected.append({"prompt": [message("user", question)], **pair})
+    assert spread(tmp_path / "out", monkeypatch, "polite", tmp_path / "pairs.json") == expected
+
+
+def test_harmless_pairs_are_conversations_that_differ_in_their_last_answer(tmp_path, monkeypatch):
+    two = "\n\nHuman: Hi: {0}\n\nAssistant: Hello.\n\nHuman: {0}?\n\nAssistant: {1}"
+    rows = [{"chosen": two.format(i, "A"), "rejected": two.format(i, "B\n\nC: c")} for i in range(3)]
+    rows.append({"chosen": two.format("x", "A"), "rejected": two.format("y", "B")})  # is skipped
+    file = tmp_path / "test.jsonl.gz"
+    file.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    expected = []
+    for i in range(3):
+        prompt = [message("user", f"Hi: {i}"), message("assistant", "Hello."), message("user", f"{i}?")]
+        answers = {"chosen": [message("assistant", "A")], "rejected": [message("assistant", "B\n\nC: c")]}
+        expected.append({"prompt": prompt} | answers)
+    assert spread(tmp_path / "out", monkeypatch, "harmless", file) == expected
