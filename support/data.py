@@ -109,10 +109,10 @@ def encode_rows(name: str, split: str, encode) -> tuple[list, list]:
         if ranks > 1:
             dist.all_gather_object(parts, results, machine)
             parts[rank] = results  # whose exceptions have a traceback
-        results = sorted(sum(parts, []), key=lambda result: result[0])
-        if not results:  # no row is left
+        in_order = sorted(sum(parts, []), key=lambda part: part[0])
+        if not in_order:  # no row is left
             return groups, skipped
-        for number, result in results:
+        for number, result in in_order:
             if isinstance(result, SkipRow):
                 skipped.append((number, str(result)))
             elif isinstance(result, Exception):

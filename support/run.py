@@ -54,10 +54,9 @@ def exit_on_input_error():
     try:
         yield
     except InputError as error:
-        raise SystemExit(": ".join(["error", *getattr(error, "__notes__", []), str(error)])) from None
-    finally:
         if dist.is_initialized() and dist.get_backend() == "gloo":
-            dist.destroy_process_group()  # otherwise gloo's threads may abort the process when it exits
+            dist.destroy_process_group()  # otherwise gloo's threads abort the process when it exits
+        raise SystemExit(": ".join(["error", *getattr(error, "__notes__", []), str(error)])) from None
 
 
 @contextmanager
@@ -291,8 +290,7 @@ def load_pretrained(auto_class, name: str, dtype, trust_remote_code: bool):
         dtype: a dtype, or "auto": that of the files' first weight.
     """
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    # Otherwise "auto" would be config.json's dtype, which may not be the files'. from_pretrained sets it.
-    config.dtype = None
+    config.dtype = None  # otherwise "auto" would be config.json's dtype, which may not be the files'
     model, info = auto_class.from_pretrained(
         name,
         config=config,
@@ -397,7 +395,7 @@ def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple], group
     print_main(f"model: {args.model}, {policy.num_parameters():,} parameters, {args.dtype}")
     humanline = "off"
     if args.humanline:
-        # The sync at step 0 copies equal weights, and no step would use that of the last step.
+        # The sync at step 0 copies equal weights, and no step follows a sync of the last step.
         syncs = len(range(args.k, args.num_steps - 1, args.k)) if args.k else 0
         advice = "" if syncs or not args.k else " (lower --k)"
         humanline = f"log-ratios clipped to [{args.log_epsilon_P}, {args.log_epsilon_R}]; "

@@ -496,6 +496,7 @@ def load_shared(script, arguments):
     with run.exit_on_input_error():
         result = data.encode_rows(name, "train", count)
     Path(folder, f"{rank}.txt").write_text(f"{len(counted)} {result}")
+    dist.destroy_process_group()
 
 
 def test_ranks_of_a_machine_share_the_rows(tmp_path):
