@@ -75,6 +75,8 @@ def hash_data(args, groups: list[tuple]) -> str:
 
 # === Saving ===
 
+PATIENCE = timedelta(seconds=60)  # how long a rank that has failed waits for the others
+
 
 @contextmanager
 def save_at_exit(args, folder: Path, policy, reference, optimizer, progress: Progress):
@@ -90,7 +92,7 @@ def save_at_exit(args, folder: Path, policy, reference, optimizer, progress: Pro
     """
     save = partial(save_checkpoint, args, folder, policy, reference, optimizer, progress)
     # A group of its own, because an error may have interrupted an exchange of the default group.
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
     signals = run.Signals()
 
     def end_step():
@@ -108,7 +110,7 @@ def save_at_exit(args, folder: Path, policy, reference, optimizer, progress: Pro
         yield end_step
     except BaseException as error:
         try:
-            dist.monitored_barrier(group, timedelta(seconds=60))
+            dist.monitored_barrier(group, PATIENCE)  # on ranks but 0 the group's timeout holds
         except RuntimeError:  # a rank did not come
             raise error from None
         if progress.step:  # neither 0 nor, within an update, None

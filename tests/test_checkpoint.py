@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from array import array
+from datetime import timedelta
 from functools import cache
 from types import SimpleNamespace
 
@@ -218,7 +219,7 @@ def run_with_error(script, arguments):
     class HeadLogps(utils.HeadLogps):
         @staticmethod
         def backward(ctx, *gradients):
-            if where == "backward" and lines(folder) == 7:
+            if where in ("backward", f"backward{os.environ.get('RANK')}") and lines(folder) == 7:
                 raise error
             return utils_head.backward(ctx, *gradients)
 
@@ -239,6 +240,7 @@ def run_with_error(script, arguments):
 
     original, script.clip_log_ratio = script.clip_log_ratio, clip_log_ratio
     utils_head, utils.HeadLogps = utils.HeadLogps, HeadLogps
+    checkpoint.PATIENCE = timedelta(seconds=10)
     torch.optim.AdamW = AdamW
     if script is grpo_humanline:
         script.SCORE = judge
@@ -275,6 +277,19 @@ def test_an_error_in_the_loop_saves_the_last_completed_step(
     if script == "dpo_humanline":
         run_ranks(ranks, [["--resume", str(folder), "--checkpoint-every", "5"]], script=script)
         assert_same(folder, uninterrupted(script, ranks))
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_alone_ends_all_ranks(tmp_path, monkeypatch):
+    """If it was not rank 0's, the rank waited half an hour, and said nothing."""
+    for bad in "01":
+        monkeypatch.setenv("ERROR", f"backward{bad} ValueError")
+        folder = tmp_path / bad
+        flags = [*DPO, "--eval-samples", "0", "--output-dir", str(folder)]
+        processes = start_ranks(2, [flags], run_with_error)
+        outputs = finish(processes, timeout=100)
+        assert [process.exitcode for process in processes] == [1, 1], outputs
+        assert "ValueError" in outputs[int(bad)] and steps_saved(folder) == [5]
 
 
 @pytest.mark.slow
