@@ -13,9 +13,7 @@ To add a variant, write a function with the arguments and results of the script'
 to VARIANTS. The metric grpo/clip_fraction counts the tokens whose policy gradient the variant stops.
 """
 
-import json
 import math
-import re
 import shlex
 import sys
 from functools import partial
@@ -79,21 +77,6 @@ def stopped_tokens(script, log_ratio, advantages, epsilon):
     losses = script.grpo_loss(clipped, constant, advantages, LAST.args.beta, epsilon)
     (gradient,) = torch.autograd.grad((losses * LAST.mask).sum(), variable)
     return (gradient == 0) & (advantages.unsqueeze(-1) != 0)
-
-
-# === Recording ===
-EDGES = np.linspace(-20.0, 20.0, 801)  # of bins of log-ratios; values beyond an end count in the last bin
-COUNTS = np.zeros(len(EDGES) - 1, int)  # tokens of all steps of this process
-
-
-def record_log_ratios(args, log_ratio):
-    """Clips as humanline does, and counts the tokens' log-ratios before clipping in COUNTS.
-
-    One process writes them into log_ratios.json of its --output-dir.
-    """
-    values = log_ratio.detach()[LAST.mask > 0].clamp(EDGES[0], EDGES[-1])
-    COUNTS[:] += np.histogram(values.double().cpu(), EDGES)[0]
-    return log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R)
 
 
 # === Clipping ===
@@ -295,13 +278,6 @@ def hypo(log_ratio, mask, beta):
     return -F.logsigmoid(margin)
 
 
-# === Grading ===
-def grade_last_number(gold, text, problem):
-    """Grades the number behind the last "=" at the end of a text, exactly. A copy of the problem has none."""
-    found = re.search(r"=\s*(-?\d+)\s*$", text)
-    return found is not None and int(found[1]) == int(gold)
-
-
 # === Syncing ===
 def sync_after_update(script):
     """Changes syncing to a trust region (Figure 10): after every k-th update, and not before an update.
@@ -344,9 +320,6 @@ VARIANTS = {  # {name: {a function of the script: what replaces it}}
     "bapo": {"grpo_loss": bapo},
     "oapl": {"grpo_loss": oapl, "group_advantages": optimal_advantages},
     "hypo": {"dpo_loss": hypo},
-    "last-number": {"GRADE": grade_last_number},
-    "log-ratios": {"clip_log_ratio": record_log_ratios},
-    "last-number-log-ratios": {"GRADE": grade_last_number, "clip_log_ratio": record_log_ratios},
     "no-reference": {"grpo_loss": no_reference},
 }
 
@@ -365,8 +338,6 @@ def main(words: list[str]):
     with run.exit_on_input_error():
         LAST.args = parse_args(script, flags)
         script.main(LAST.args)
-        if COUNTS.any():
-            run.write_file(Path(LAST.args.output_dir) / "log_ratios.json", json.dumps(COUNTS.tolist()))
 
 
 def replace_functions(script, name: str):
@@ -377,7 +348,7 @@ def replace_functions(script, name: str):
         setattr(script, function, replacement)
     remember_micro_batches(script)
     changes_gradient = {"clip_log_ratio", "grpo_loss"} & VARIANTS[name].keys()
-    if changes_gradient and not name.endswith("log-ratios") and hasattr(script, "grpo_metrics"):
+    if changes_gradient and hasattr(script, "grpo_metrics"):
         count_stopped_tokens(script)
 
 

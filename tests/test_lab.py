@@ -12,8 +12,8 @@ from helpers import ROOT, read_rows, run_ranks
 from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lab import claims, compare, run, score
-from toy import stories
+from lab import compare, run, score
+from toy import make, stories
 
 STORIES = ROOT / "toy" / "stories"
 
@@ -70,8 +70,13 @@ def test_every_picture_is_drawn_and_every_committed_picture_is_among_them(tmp_pa
         compare.plt.close(figure)
 
 
-def test_the_five_signed_sentences_have_their_numbers():
-    assert claims.signed_sentences() == ["0.11", "0.40", "0.16", "0.012", "96%", "98%"]
+def test_curves_of_mathematics_begin_before_training_and_end_with_the_last_evaluation():
+    curves = compare.curves_of_mathematics()
+    rows = pd.read_csv(compare.path_of("stale"))
+    ends = rows[(rows.phase == "reported") & (rows.arm == "humanline, k=16")]["eval/accuracy"]
+    assert sorted(curves["S = 64, humanline, k=16"].iloc[-1]) == sorted(ends) and "S = 1" in curves
+    before = compare.before_training("stale", "S = 64", "eval/accuracy")
+    assert all((curve.loc[0] == before).all() for curve in curves.values())
 
 
 # === run and score ===
@@ -111,6 +116,37 @@ def test_a_study_that_was_stopped_goes_on(study, monkeypatch, capsys):
     monkeypatch.setattr(run, "make_row", None)  # no run is left
     run.main(study / "runs.txt")
     assert "2 rows, of which 0 are new" in capsys.readouterr().out
+
+
+def test_the_row_of_a_run_is_read_from_its_files(tmp_path):
+    """`read_run` by hand. The evaluation before training is no part of the curve."""
+    steps = []
+    for i, (norm, high, accuracy) in enumerate([(1, 0, 0.1), (5, 0.5, 0.2), (2, 0, 0.5), (3, 0, None)]):
+        step = {"step": i, "grad_norm": norm, "humanline/clipped_low": 0.25, "humanline/clipped_high": high}
+        steps.append(step | ({"eval/accuracy": accuracy} if accuracy else {}))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    (tmp_path / "args.json").write_text(json.dumps({"seed": 3, "lr": 0.1}))
+    (tmp_path / "summary.json").write_text(json.dumps({"after": {"eval/accuracy": [0.8, 0.01]}}))
+    wanted = {"seed": 3, "lr": 0.1, "eval/accuracy": 0.8, "clipped": 0.375, "grad_norm_max": 5}
+    wanted |= {"curve": 0.5, "late": 0.65}
+    wanted |= {"eval/accuracy@1": 0.2, "eval/accuracy@2": 0.5, "eval/accuracy@4": 0.8}
+    assert run.read_run(tmp_path) == pytest.approx(wanted)
+
+
+def test_the_score_of_samples_is_the_judges_mean_and_an_unfinished_bouquet_costs_1(tmp_path):
+    """`score_samples` by hand, with the samples of the last evaluation alone."""
+    flowers = ["rose lily tulip daisy iris aster poppy violet", "ivy ivy"]
+    samples = [{"step": 0, "prompt": "for queen", "sample": "ivy"}]
+    samples += [{"step": 4, "prompt": "for queen", "sample": text} for text in flowers]
+    (tmp_path / "samples.jsonl").write_text("\n".join(map(json.dumps, samples)))
+    (tmp_path / "summary.json").write_text(json.dumps({"after": {"eval/finished": [0.75, 0.1]}}))
+    wanted = fmean(make.judge_bouquet("for queen", text) for text in flowers) - 0.25
+    assert score.score_samples(tmp_path, "toy/bouquets/policy") == {"judge": pytest.approx(wanted)}
+    assert score.judge_of("runs/games/3/shell_game/policy") is make.judge_shell_game
+    tale = ("about cat", "the old cat sees the red dog slowly .")
+    judges = [score.judge_of(f"runs/instances/{seed}/tales/policy")(*tale) for seed in (3, 0)]
+    assert judges == [make.another_instance(3).judge(*tale), make.judge_tale(*tale)]
+    assert judges[0] != judges[1]
 
 
 def plain_logps(folder, ids: list[int], first: int) -> list[float]:

@@ -432,7 +432,7 @@ def test_the_kl_penalty_keeps_its_digits_near_0():
     assert torch.allclose(variants.penalty(x, 1.0).double(), expected, rtol=1e-2, atol=1e-14)
 
 
-OTHERS = ("sampling", "oapl", "hypo", "log-ratios", "last-number-log-ratios")  # they have their own tests
+OTHERS = ("sampling", "oapl", "hypo")  # they have their own tests
 ON_POLICY = [name for name in VARIANTS if name not in OTHERS]
 
 

@@ -29,7 +29,6 @@ from statistics import fmean
 import torch
 import transformers
 import tyro
-from scipy.stats import spearmanr
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -447,8 +446,8 @@ def best_against_worst(task: PreferenceTask, author, tokenizer, num_pairs: int) 
     return pairs[:num_pairs]
 
 
-def make_preference_task(task: PreferenceTask, folder: Path) -> list[str]:
-    """Makes a task of preferences in `folder`. Returns the lines of a report."""
+def make_preference_task(task: PreferenceTask, folder: Path):
+    """Makes a task of preferences in `folder`."""
     tokenizer, prompts = build_tokenizer(task.words()), task.prompts()
     rng = random.Random(10 + 1000 * task.seed)
 
@@ -463,18 +462,11 @@ def make_preference_task(task: PreferenceTask, folder: Path) -> list[str]:
         return train_language_model(tokenizer, seed, task.pretrain_steps, batch_size=64, warmup=50, draw=draw)
 
     policy, author = train(0), train(1)
-    settings = {"T 0.7, top-p 0.95": (0.7, 0.95), "T 1": (1.0, 1.0)}
-
-    def sample_both(repeats: int, seed: int) -> dict[str, list[tuple]]:
-        return {
-            f"{name} at {setting}": sample(
-                model, tokenizer, prompts * repeats, task.max_new_tokens, *how, seed + i
-            )
-            for i, (name, model) in enumerate({"policy": policy, "author": author}.items())
-            for setting, how in settings.items()
-        }
-
-    reward_model = train_reward_model(task, tokenizer, sum(sample_both(500, seed=100).values(), []))
+    pool = []
+    for i, model in enumerate((policy, author)):
+        for how in ((0.7, 0.95), (1.0, 1.0)):  # temperature and top-p
+            pool += sample(model, tokenizer, prompts * 500, task.max_new_tokens, *how, seed=100 + i)
+    reward_model = train_reward_model(task, tokenizer, pool)
     pairs = best_against_worst(task, author, tokenizer, 10_240 + 512)
     save(folder / "policy", policy, tokenizer)
     save(folder / "reward_model", reward_model, tokenizer)
@@ -483,24 +475,9 @@ def make_preference_task(task: PreferenceTask, folder: Path) -> list[str]:
     write_rows(folder / "prompts_train.jsonl.gz", [{"prompt": rng.choice(prompts)} for _ in range(12_288)])
     write_rows(folder / "prompts_test.jsonl.gz", [{"prompt": rng.choice(prompts)} for _ in range(256)])
 
-    held_out = sample_both(100, seed=200)
-    report = [
-        f"{name}: judge {fmean(task.judge(*row) for row in rows):.3f}" for name, rows in held_out.items()
-    ]
-    groups = {"sampled": sum(held_out.values(), [])}
-    groups["near-optimal"] = [write_tastefully(rng, task, 0.05, 0.2) for _ in range(2000)]
-    with torch.inference_mode():
-        for name, rows in groups.items():
-            judged, rated = [task.judge(*row) for row in rows], rate(reward_model, tokenizer, rows)
-            report.append(f"reward model, {name}: Spearman {spearmanr(judged, rated).statistic:.3f}")
-    return report
 
-
-def make_shell_game(folder: Path, seed: int = 0) -> list[str]:
-    """Makes the shell game in `folder`, with other problems and another policy for each seed.
-
-    Returns the lines of a report.
-    """
+def make_shell_game(folder: Path, seed: int = 0):
+    """Makes the shell game in `folder`, with other problems and another policy for each seed."""
     tokenizer, steps = build_tokenizer([*CUPS, *SWAPS, *TAGS]), 900
     rng = random.Random(777 + 1000 * seed)
 
@@ -524,15 +501,9 @@ def make_shell_game(folder: Path, seed: int = 0) -> list[str]:
         rows = [{"problem": problem, "answer": follow_ball(problem)[-1]} for problem in problems]
         write_rows(folder / f"problems_{name}.jsonl.gz", rows)
 
-    rows = sample(policy, tokenizer, test * 4, max_new_tokens=16, seed=300)
-    scores = [judge_shell_game(*row) for row in rows]
-    written = [len(text.partition("\n</think>")[0].split()) - 1 for _, text, _ in rows]  # places
-    full = [score for score, count in zip(scores, written) if count == NUM_SWAPS - 1]
-    return [f"accuracy of the policy at T 1: {fmean(scores):.3f}, of full work {fmean(full):.3f}"]
 
-
-def make(name: str, out: Path, seed: int) -> str:
-    """Makes one task. Returns the report."""
+def make(name: str, out: Path, seed: int):
+    """Makes one task."""
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # because sums in another order would change the files
@@ -540,15 +511,14 @@ def make(name: str, out: Path, seed: int) -> str:
     if name == "stories":
         from toy.stories import make_stories  # imported here, because only stories need vaderSentiment
 
-        report = make_stories(folder, seed)
+        make_stories(folder, seed)
     elif name == "sums":
         sums.main(folder)
-        report = []
     elif name == "shell_game":
-        report = make_shell_game(folder, seed)
+        make_shell_game(folder, seed)
     else:
-        report = make_preference_task(tasks[name], folder)
-    return "\n  ".join([f"{name} in {folder}", *report])
+        make_preference_task(tasks[name], folder)
+    print(f"wrote {folder}", flush=True)
 
 
 def main(
@@ -556,7 +526,7 @@ def main(
     tasks: tuple[str, ...] = ("tales", "bouquets", "shell_game"),
     seed: int = 0,
 ):
-    """Makes the toy tasks and prints a report of each.
+    """Makes the toy tasks.
 
     Args:
         out: folder of the tasks.
@@ -568,8 +538,7 @@ def main(
     if seed and (tasks not in with_seeds or out == Path(__file__).parent):
         raise SystemExit("error: --seed needs --tasks tales, stories or shell_game, and another --out")
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        for report in pool.map(make, tasks, itertools.repeat(out), itertools.repeat(seed)):
-            print(report, flush=True)
+        list(pool.map(make, tasks, itertools.repeat(out), itertools.repeat(seed)))
 
 
 if __name__ == "__main__":

@@ -250,8 +250,8 @@ def label(rng: random.Random, answers: list[tuple], tau: float) -> list[dict]:
 # === Task ===
 
 
-def make_stories(folder: Path, seed: int) -> list[str]:
-    """Makes the stories in `folder`. Returns the lines of a report."""
+def make_stories(folder: Path, seed: int):
+    """Makes the stories in `folder`."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     base, tokenizer = load_base()
@@ -289,22 +289,3 @@ def make_stories(folder: Path, seed: int) -> list[str]:
     for split in SPLITS:
         write_rows(folder / f"preferences_{split}.jsonl.gz", pairs[split])
         write_rows(folder / f"prompts_{split}.jsonl.gz", [{"prompt": prompt} for prompt in prompts_of[split]])
-    models = policy, reward_model.float()
-    return [f"{len(rows)} stories, {len(prompts)} prompts, τ {tau:.3f}", *describe(*models, tokenizer, pairs)]
-
-
-@torch.inference_mode()
-def describe(policy, reward_model, tokenizer, pairs: dict) -> list[str]:
-    """Returns the lines of a report."""
-    prompts = [pair["prompt"] for pair in pairs["test"]]
-    rows = sample(policy, tokenizer, prompts * 2, temperature=0.7, top_p=0.95)
-    report = [f"policy at T 0.7, top-p 0.95: judge {fmean(judge_story(*row) for row in rows):.3f}"]
-    for split, of_split in pairs.items():
-        agree = fmean(pair["score_chosen"] > pair["score_rejected"] for pair in of_split)
-        report.append(f"{split}: {len(of_split)} pairs, of which the judge agrees with {agree:.3f}")
-    scores = []
-    for side in ("chosen", "rejected"):
-        rows = [(pair["prompt"], pair[side], True) for pair in pairs["test"]]
-        scores.append(rate(reward_model, tokenizer, rows))
-    right = (scores[0] > scores[1]).float().mean()
-    return [*report, f"test: the reward model agrees with {right:.3f} of the labels"]
