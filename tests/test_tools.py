@@ -53,8 +53,9 @@ def test_state_is_hand_arithmetic(ranks, dtype, size):
 
 @pytest.mark.parametrize("preset", PARAMETERS)
 def test_presets_have_the_published_number_of_parameters(preset):
-    shapes = sizes(AutoConfig.for_model(**dict(zip(memory.SHAPE, memory.PRESETS[preset]))))
-    assert sum(shape.numel() for shape in shapes) == PARAMETERS[preset]
+    config = memory.read_config(cuda_check.DPO, "--model", preset, False)
+    assert sum(shape.numel() for shape in sizes(config)) == PARAMETERS[preset]
+    assert (config._attn_implementation == "eager") == preset.startswith("gemma")
 
 
 def test_sampling_has_the_engine_and_the_reward_model():
