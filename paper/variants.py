@@ -285,21 +285,20 @@ def sync_after_update(script):
     With k = 1 policy and reference are always equal. Nothing is clipped. The sync is made when the next step
     draws its batch: nothing reads the reference in between, and a resumed run makes it too.
     """
+    if getattr(LAST.args, "online", True):  # grpo_math, which has no such flag, always samples
+        raise utils.InputError("trust-region is for offline data: an online round must sync when it starts")
     load_models, draw_batch, sync_reference = script.load_models, script.draw_batch, script.sync_reference
-    state = SimpleNamespace()
+    k = LAST.args.k
+    models = []
 
-    def load_and_remember(args, *rest):
-        if getattr(args, "online", True):  # grpo_math, which has no such flag, always samples
-            raise utils.InputError(
-                "trust-region is for offline data: an online round must sync when it starts"
-            )
-        state.k = args.k
-        state.policy, state.reference = load_models(args, *rest)
-        return state.policy, state.reference
+    def load_and_remember(*arguments):
+        models[:] = load_models(*arguments)
+        return models
 
     def sync_and_draw(groups, number, size, seed):
-        if number > 0 and state.k > 0 and number % state.k == 0:
-            sync_reference(state.reference, state.policy)
+        if number > 0 and k > 0 and number % k == 0:
+            policy, reference = models
+            sync_reference(reference, policy)
         return draw_batch(groups, number, size, seed)
 
     script.load_models, script.draw_batch = load_and_remember, sync_and_draw
@@ -331,12 +330,12 @@ def main(words: list[str]):
         raise SystemExit(f"error: name a variant ({', '.join(names)}), then a script, without .py")
     name, script_name, *flags = words
     script = import_module(script_name)
-    if name == "trust-region":
-        sync_after_update(script)
-    else:
-        replace_functions(script, name)
     with run.exit_on_input_error():
         LAST.args = parse_args(script, flags)
+        if name == "trust-region":
+            sync_after_update(script)
+        else:
+            replace_functions(script, name)
         script.main(LAST.args)
 
 

@@ -142,20 +142,9 @@ def measure(monkeypatch, *flags) -> dict[str, list[dict]]:
     return found
 
 
-@pytest.mark.slow
-def test_trl_trains_on_the_same_tokens(monkeypatch, capsys):
-    """The first gradient depends on every token, mask and weight. The second loss depends on the update."""
-    ours, trl = measure(monkeypatch, "--arms", "k=1", "--trl").values()
-    assert trl[0]["grad_norm"] == pytest.approx(ours[0]["grad_norm"], rel=1e-5) and ours[0]["grad_norm"] > 0.1
-    for step_of_trl, step_of_ours in zip(trl, ours, strict=True):
-        assert step_of_trl["loss"] == pytest.approx(step_of_ours["loss"], rel=1e-3)
-    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert [line.split(" | ")[0] for line in table[1:]] == ["| k=1", "| TRL, 4 pairs"]
-    assert " | 1.000 | 1.000 |" in table[1]
-
-
-@pytest.mark.slow
-def test_an_arm_of_another_checkout_runs_its_own_code(tmp_path, monkeypatch):
+@pytest.fixture
+def other_checkout(tmp_path):
+    """A checkout in which DPO's loss is doubled."""
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
     shutil.copytree(ROOT / "support", tmp_path / "support")
@@ -163,8 +152,24 @@ def test_an_arm_of_another_checkout_runs_its_own_code(tmp_path, monkeypatch):
     text = (tmp_path / "dpo_humanline.py").read_text()
     assert text.count(loss) == 1
     (tmp_path / "dpo_humanline.py").write_text(text.replace(loss, f"2 * {loss}"))
-    ours, theirs = measure(monkeypatch, "--arms", "offline", "--against", str(tmp_path)).values()
+    return str(tmp_path)
+
+
+@pytest.mark.slow
+def test_trl_trains_on_the_same_tokens_and_another_checkout_runs_its_own_code(
+    monkeypatch, capsys, other_checkout
+):
+    """The first gradient depends on every token, mask and weight. The second loss depends on the update."""
+    arms = measure(monkeypatch, "--arms", "k=1", "--trl", "--against", other_checkout)
+    ours, theirs, trl = arms["k=1"], arms["other"], arms["TRL 4"]
+    assert trl[0]["grad_norm"] == pytest.approx(ours[0]["grad_norm"], rel=1e-5) and ours[0]["grad_norm"] > 0.1
+    for step_of_trl, step_of_ours in zip(trl, ours, strict=True):
+        assert step_of_trl["loss"] == pytest.approx(step_of_ours["loss"], rel=1e-3)
     assert theirs[0]["loss"] == pytest.approx(2 * ours[0]["loss"], rel=1e-6)
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    names = ["| k=1", f"| k=1 in {other_checkout}", "| TRL, 4 pairs"]
+    assert [line.split(" | ")[0] for line in table[1:]] == names
+    assert " | 1.000 | 1.000 |" in table[1]
 
 
 # === cuda_check ===
