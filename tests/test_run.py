@@ -7,6 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -153,6 +155,15 @@ def test_a_model_that_is_not_there_names_its_flag(tmp_path):
 
 
 # === Ranks and signals ===
+
+
+def test_time_throughput_and_peak_of_a_step(one_rank):
+    """`perf_metrics`: seconds, tokens per second, and GiB (on Linux the kernel's VmHWM in KiB)."""
+    found = run.perf_metrics(time.perf_counter() - 2, tokens=600)
+    assert found["perf/step_time"] == pytest.approx(2, abs=0.2)
+    assert found["perf/tokens_per_second"] == pytest.approx(600 / found["perf/step_time"])
+    peak = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]
+    assert found["perf/peak_memory"] == pytest.approx(int(peak) / 2**20, rel=0.05)
 
 
 def test_a_share_of_a_list_is_its_part_in_order():
