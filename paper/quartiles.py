@@ -33,13 +33,11 @@ def main(args: Args):
     args.max_new_tokens = 1  # nothing is sampled
     _, _, device = run.setup(args, args.batch_size)
     tokenizer, eos_ids = data.load_tokenizer(args)
-    rows = []  # those that are not skipped
     encode_row = dpo.encode_row
 
-    def encode_and_keep(args, tokenizer, eos_ids, row):
-        group = encode_row(args, tokenizer, eos_ids, row)
-        rows.append(row)
-        return group
+    def encode_and_keep(args, tokenizer, eos_ids, row, **options):
+        chosen, *others = encode_row(args, tokenizer, eos_ids, row, **options)
+        return chosen._replace(row=row), *others
 
     dpo.encode_row = encode_and_keep
     groups, _ = dpo.load_data(args, tokenizer, eos_ids)
@@ -51,7 +49,8 @@ def main(args: Args):
         out = Path(args.out)
         out.mkdir(parents=True, exist_ok=True)
         for i, quarter in enumerate(averages.argsort(stable=True).tensor_split(4), 1):
-            lines = [json.dumps(rows[j], ensure_ascii=False) + "\n" for j in sorted(quarter.tolist())]
+            rows = [chosen[j].row for j in sorted(quarter.tolist())]
+            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
             run.write_file(out / f"quartile{i}.jsonl", "".join(lines))
             bounds = f"from {averages[quarter].min():.3f} to {averages[quarter].max():.3f} nats"
             print(f"quartile {i}: {len(lines)} rows with an average token log-prob {bounds}")

@@ -19,6 +19,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+import tyro
 from helpers import (
     PAIRS,
     ROOT,
@@ -33,10 +34,11 @@ from helpers import (
     write_rows,
 )
 from scipy import stats
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo_humanline
 import grpo_math_humanline as script
-from paper import math_train, variants
+from paper import math_train, quartiles, variants
 from paper.variants import LAST, VARIANTS, humanline_sampling
 
 # === Commands ===
@@ -586,6 +588,36 @@ def test_oapl_and_hypo_train(tmp_path):
     flags = ["--no-humanline", "--num-steps", "2", *SHORT]
     first, _ = train("hypo", "dpo_humanline", tmp_path / "hypo", *flags)
     assert first["loss"] > math.log(2) + 1e-3  # DPO's first loss is log 2; pessimistic pairs have more
+
+
+# === quartiles.py ===
+def make_quartiles(script, arguments: list):
+    """Is a worker: splits a data set as the command does."""
+    quartiles.main(tyro.cli(quartiles.Args, args=arguments))
+
+
+@pytest.mark.slow
+def test_quartiles_are_the_rows_by_the_average_log_prob_of_the_chosen_tokens(tmp_path):
+    """On two ranks, which share the rows."""
+    rows = [row | {"note": number} for number, row in enumerate(read_rows(PAIRS)[:34])]
+    data = write_rows(tmp_path / "pairs.jsonl", rows)
+    flags = ["--model", str(TOY / "policy"), "--dataset", data, "--out", str(tmp_path)]
+    run_ranks(2, [flags], make_quartiles)
+    tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
+    model = AutoModelForCausalLM.from_pretrained(TOY / "policy", dtype=torch.float64)
+
+    def average(row) -> float:
+        turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["chosen"]}]
+        prompt = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(tokenizer.apply_chat_template(turns, tokenize=False), return_tensors="pt").input_ids
+        with torch.no_grad():
+            logps = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+        return logps[len(tokenizer(prompt).input_ids) - 1 :].mean().item()
+
+    ranked = sorted(rows, key=average)
+    for i, (first, last) in enumerate([(0, 9), (9, 18), (18, 26), (26, 34)], start=1):
+        wanted = sorted(ranked[first:last], key=lambda row: row["note"])
+        assert read_rows(tmp_path / f"quartile{i}.jsonl") == wanted
 
 
 # === math_train.py ===
