@@ -28,11 +28,13 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import utils  # noqa: E402
+from grpo_humanline import k3  # noqa: E402
 from support import run  # noqa: E402
 from tools.scripts import parse_args  # noqa: E402
 
 # The run's settings, and of the micro-batch that calls a replaced function: its step, its tokens, and their
-# log-probs under the policy, (B, T)
+# log-probs under the policy, (B, T). The step is (0, 0) until a batch is drawn, which a resume within a round
+# does later.
 LAST = SimpleNamespace(args=None, step=(0, 0), input_ids=None, mask=None, logps=None)
 
 
@@ -137,7 +139,7 @@ def clip_higher(clipped_log_ratio, log_ratio, advantages, beta, epsilon, upper):
     """Computes DAPO's loss (2503.14476, eq. 10): the upper bound of the ratio is `upper`, not 1 + ε."""
     A = advantages.unsqueeze(-1)
     ratio = clipped_log_ratio.exp()
-    return penalty(log_ratio, beta) - torch.minimum(A * ratio, A * ratio.clamp(1 - epsilon, upper))
+    return beta * k3(log_ratio) - torch.minimum(A * ratio, A * ratio.clamp(1 - epsilon, upper))
 
 
 def cispo(clipped_log_ratio, log_ratio, advantages, beta, epsilon, upper=5.0):
@@ -148,7 +150,7 @@ def cispo(clipped_log_ratio, log_ratio, advantages, beta, epsilon, upper=5.0):
     """
     ratio = clipped_log_ratio.exp()
     weight = ratio.clamp(max=upper).detach() * advantages.unsqueeze(-1)
-    return penalty(log_ratio, beta) - weight * clipped_log_ratio
+    return beta * k3(log_ratio) - weight * clipped_log_ratio
 
 
 def m2po(clipped_log_ratio, log_ratio, advantages, beta, epsilon, limit=0.04):
@@ -170,7 +172,7 @@ def m2po(clipped_log_ratio, log_ratio, advantages, beta, epsilon, limit=0.04):
     kept = ordered[means <= limit]
     largest = kept[-1] if len(kept) else 0.0
     removed = stoppable & (squares > largest)
-    return penalty(log_ratio, beta) - A * torch.where(removed, ratio.detach(), ratio)
+    return beta * k3(log_ratio) - A * torch.where(removed, ratio.detach(), ratio)
 
 
 def dppo(clipped_log_ratio, log_ratio, advantages, beta, epsilon):
@@ -185,7 +187,7 @@ def dppo(clipped_log_ratio, log_ratio, advantages, beta, epsilon):
     ratio = clipped_log_ratio.exp()
     change = LAST.logps.exp() - (LAST.logps - log_ratio.detach()).exp()
     removed = A.sign() * change > epsilon
-    return penalty(log_ratio, beta) - A * torch.where(removed, ratio.detach(), ratio)
+    return beta * k3(log_ratio) - A * torch.where(removed, ratio.detach(), ratio)
 
 
 def bapo(clipped_log_ratio, log_ratio, advantages, beta, epsilon, target=0.4):
@@ -211,7 +213,7 @@ def bapo(clipped_log_ratio, log_ratio, advantages, beta, epsilon, target=0.4):
             low += 0.02
         else:
             break
-    return penalty(log_ratio, beta) - torch.minimum(A * ratio, A * ratio.clamp(low, high))
+    return beta * k3(log_ratio) - torch.minimum(A * ratio, A * ratio.clamp(low, high))
 
 
 def positive_fraction(ratio, weights, A, low: float, high: float):
@@ -254,11 +256,6 @@ def no_reference(clipped_log_ratio, log_ratio, advantages, beta, epsilon):
     """
     ratio = (clipped_log_ratio - clipped_log_ratio.detach()).exp()
     return -advantages.unsqueeze(-1) * ratio
-
-
-def penalty(log_ratio, beta):
-    """Computes the script's KL penalty, β·k3."""
-    return beta * (torch.expm1(-log_ratio) + log_ratio)  # exp(-x) - 1 would lose its digits near 0
 
 
 # === Loss of DPO ===
@@ -343,7 +340,7 @@ def replace_functions(script, name: str):
     """Replaces the functions of a script that the variant is about."""
     for function, replacement in VARIANTS[name].items():
         if not hasattr(script, function):
-            raise SystemExit(f"error: {script.__name__} has no {function}, which {name} would replace")
+            raise utils.InputError(f"{script.__name__} has no {function}, which {name} would replace")
         setattr(script, function, replacement)
     remember_micro_batches(script)
     changes_gradient = {"clip_log_ratio", "grpo_loss"} & VARIANTS[name].keys()

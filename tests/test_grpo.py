@@ -12,7 +12,7 @@ from helpers import ROOT, agree, metrics, read_pool, read_rows, run_here, run_la
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_humanline
-from grpo_humanline import Args, encode_row, group_advantages, grpo_loss, grpo_metrics, make_group
+from grpo_humanline import Args, encode_row, group_advantages, grpo_loss, grpo_metrics, k3, make_group
 from support.data import load_tokenizer
 from utils import Example, pad_rows
 
@@ -67,7 +67,7 @@ def test_loss_and_gradient_equal_equation_1_by_hand():
     clipped = log_ratio.clamp(LOW, HIGH)
     loss = grpo_loss(clipped, log_ratio, A, BETA, EPSILON)
     found = grpo_metrics(clipped, log_ratio, A, EPSILON)
-    ratio, k3, stopped = (found[f"grpo/{name}"] for name in ("ratio_mean", "kl", "clip_fraction"))
+    ratio, kl, stopped = (found[f"grpo/{name}"] for name in ("ratio_mean", "kl", "clip_fraction"))
     assert stopped.tolist() == [[x > 0.15 for x in RATIOS], [x < -0.17 for x in RATIOS], [False] * 9]
     loss.sum().backward()
     for i in range(3):
@@ -76,7 +76,11 @@ def test_loss_and_gradient_equal_equation_1_by_hand():
             assert loss[i, t].item() == pytest.approx(wanted, rel=1e-12, abs=1e-15)
             assert log_ratio.grad[i, t].item() == pytest.approx(slope, rel=1e-12, abs=1e-15)
             assert ratio[i, t].item() == pytest.approx(math.exp(min(max(x, LOW), HIGH)), rel=1e-12)
-            assert k3[i, t].item() == pytest.approx(math.exp(-x) + x - 1, rel=1e-12, abs=1e-15)
+            assert kl[i, t].item() == pytest.approx(math.exp(-x) + x - 1, rel=1e-12, abs=1e-15)
+
+
+def test_k3_keeps_its_digits_near_0_in_fp32():
+    assert k3(torch.tensor([1e-4, -3e-5])).tolist() == pytest.approx([5e-9, 4.5e-10], rel=0.01)
 
 
 def test_advantages_by_hand():

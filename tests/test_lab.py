@@ -119,14 +119,14 @@ def test_a_study_that_was_stopped_goes_on(study, monkeypatch, capsys):
 
 
 def test_the_row_of_a_run_is_read_from_its_files(tmp_path):
-    """`read_run` by hand. The evaluation before training is no part of the curve."""
+    """Tests `read_run`. The evaluation before training is no part of the curve."""
     steps = []
     for i, (norm, high, accuracy) in enumerate([(1, 0, 0.1), (5, 0.5, 0.2), (2, 0, 0.5), (3, 0, None)]):
         step = {"step": i, "grad_norm": norm, "humanline/clipped_low": 0.25, "humanline/clipped_high": high}
         steps.append(step | ({"eval/accuracy": accuracy} if accuracy else {}))
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
     (tmp_path / "args.json").write_text(json.dumps({"seed": 3, "lr": 0.1}))
-    (tmp_path / "summary.json").write_text(json.dumps({"after": {"eval/accuracy": [0.8, 0.01]}}))
+    (tmp_path / "summary.json").write_text(json.dumps({"after": {"eval/accuracy": [0.8, 0.7, 0.9]}}))
     wanted = {"seed": 3, "lr": 0.1, "eval/accuracy": 0.8, "clipped": 0.375, "grad_norm_max": 5}
     wanted |= {"curve": 0.5, "late": 0.65}
     wanted |= {"eval/accuracy@1": 0.2, "eval/accuracy@2": 0.5, "eval/accuracy@4": 0.8}
@@ -134,15 +134,20 @@ def test_the_row_of_a_run_is_read_from_its_files(tmp_path):
 
 
 def test_the_score_of_samples_is_the_judges_mean_and_an_unfinished_bouquet_costs_1(tmp_path):
-    """`score_samples` by hand, with the samples of the last evaluation alone."""
+    """Tests `score_samples` with the samples of the last evaluation alone."""
     flowers = ["rose lily tulip daisy iris aster poppy violet", "ivy ivy"]
     samples = [{"step": 0, "prompt": "for queen", "sample": "ivy"}]
     samples += [{"step": 4, "prompt": "for queen", "sample": text} for text in flowers]
     (tmp_path / "samples.jsonl").write_text("\n".join(map(json.dumps, samples)))
-    (tmp_path / "summary.json").write_text(json.dumps({"after": {"eval/finished": [0.75, 0.1]}}))
+    (tmp_path / "summary.json").write_text(json.dumps({"after": {"eval/finished": [0.75, 0.7, 0.8]}}))
     wanted = fmean(make.judge_bouquet("for queen", text) for text in flowers) - 0.25
     assert score.score_samples(tmp_path, "toy/bouquets/policy") == {"judge": pytest.approx(wanted)}
-    assert score.judge_of("runs/games/3/shell_game/policy") is make.judge_shell_game
+    game = {"step": 4, "prompt": "2 45", "sample": "<think>\n\n</think>\n<answer>\n2\n</answer>"}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(game))  # the judge gives 0 to an unfinished sample
+    assert score.score_samples(tmp_path, "toy/shell_game/policy") == {"judge": 1}
+
+
+def test_the_judge_of_a_run_is_that_of_its_instance():
     tale = ("about cat", "the old cat sees the red dog slowly .")
     judges = [score.judge_of(f"runs/instances/{seed}/tales/policy")(*tale) for seed in (3, 0)]
     assert judges == [make.another_instance(3).judge(*tale), make.judge_tale(*tale)]

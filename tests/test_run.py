@@ -157,10 +157,12 @@ def test_a_model_that_is_not_there_names_its_flag(tmp_path):
 # === Ranks and signals ===
 
 
-def test_time_throughput_and_peak_of_a_step(one_rank):
-    """`perf_metrics`: seconds, tokens per second, and GiB (on Linux the kernel's VmHWM in KiB)."""
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_time_throughput_and_peak_of_a_step(one_rank, monkeypatch):
+    """Tests `perf_metrics` on the CPU. The kernel's VmHWM is the peak memory in KiB."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = run.perf_metrics(time.perf_counter() - 2, tokens=600)
-    assert found["perf/step_time"] == pytest.approx(2, abs=0.2)
+    assert 2 <= found["perf/step_time"] < 3
     assert found["perf/tokens_per_second"] == pytest.approx(600 / found["perf/step_time"])
     peak = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]
     assert found["perf/peak_memory"] == pytest.approx(int(peak) / 2**20, rel=0.05)

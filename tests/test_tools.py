@@ -52,7 +52,7 @@ def test_state_is_hand_arithmetic(ranks, dtype, size):
 
 
 @pytest.mark.parametrize("preset", PARAMETERS)
-def test_presets_have_the_published_number_of_parameters(preset):
+def test_presets_have_the_published_parameters_and_gemma_eager_attention(preset):
     config = memory.read_config(cuda_check.DPO, "--model", preset, False)
     assert sum(shape.numel() for shape in sizes(config)) == PARAMETERS[preset]
     assert (config._attn_implementation == "eager") == preset.startswith("gemma")
@@ -142,9 +142,18 @@ def measure(monkeypatch, *flags) -> dict[str, list[dict]]:
     return found
 
 
+def test_an_arm_is_the_script_with_its_flags(monkeypatch, tmp_path):
+    monkeypatch.setattr(step, "launch", lambda ranks, words, folder: words)
+    own, _, flags = step.parse([*RUN, "--script", "kto"])
+    for arm, added in (("offline", ["--no-humanline"]), ("k=4", ["--humanline", "--k=4"])):
+        script, *words = step.run_arm(own, arm, Path("/old"), flags, tmp_path)
+        assert script == "/old/kto_humanline.py" and words[: len(flags)] == flags
+        assert words[len(flags) :] == [f"--output-dir={tmp_path}", *added]
+
+
 @pytest.fixture
 def other_checkout(tmp_path):
-    """A checkout in which DPO's loss is doubled."""
+    """Returns a checkout in which DPO's loss is doubled."""
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
     shutil.copytree(ROOT / "support", tmp_path / "support")

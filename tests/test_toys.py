@@ -60,15 +60,21 @@ def test_a_shell_game_is_won_by_a_finished_solution_with_the_last_place():
     assert make.judge_shell_game("2 45 15 34 24 45", work.format(5), finished=False) == 0
 
 
-def test_a_diligent_student_writes_every_place_and_a_lazy_one_none():
-    """`write_work`, without slips. `write_as_student` makes mistakes."""
+def test_a_diligent_student_writes_every_place_and_few_students_are_diligent():
+    """Tests `write_work` without slips, and `write_as_student`."""
     problem = "2 45 15 34 24 45"
     full = "<think>\n2 2 2 4\n</think>\n<answer>\n5\n</answer>"
     assert make.write_work(random.Random(0), problem) == full
     assert make.write_work(random.Random(0), problem, diligence=0) == full.replace("2 2 2 4", "")
     rng = random.Random(0)
-    solved = [make.judge_shell_game(problem, make.write_as_student(rng, problem)) for _ in range(1000)]
-    assert 0.2 < sum(solved) / 1000 < 0.6
+    right = {True: [], False: []}  # {whether all places are written: scores}
+    for _ in range(2000):
+        text = make.write_as_student(rng, problem)
+        places = text.split("</think>")[0].split()[1:]
+        right[len(places) == 4].append(make.judge_shell_game(problem, text))
+    assert len(right[True]) / 2000 == pytest.approx(0.06 + 0.94 * 0.3**4, abs=0.02)
+    assert sum(right[True]) / len(right[True]) == pytest.approx(1 - 5 * 0.03 * 0.8, abs=0.08)
+    assert sum(right[False]) / len(right[False]) < 0.3
 
 
 def test_a_seed_needs_a_folder_of_its_own():

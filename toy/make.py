@@ -210,13 +210,12 @@ def write_tale(rng: random.Random, prompt: str, habits: Habits, lengths=(1, 2, 2
     return " ".join(sentences)
 
 
-def write_tastefully(
-    rng: random.Random, task: PreferenceTask, coldest=0.05, hottest=2.0
-) -> tuple[str, str, bool]:
+def write_tastefully(rng: random.Random, task: PreferenceTask) -> tuple[str, str, bool]:
     """Writes a completion that is far better than the models' ones, as training will make them.
 
     Returns (prompt, completion, finished).
     """
+    coldest, hottest = 0.05, 2.0
     prompt, temperature = rng.choice(task.prompts()), coldest * (hottest / coldest) ** rng.random()
     taste = task.taste[prompt.split()[-1]]
     if task is BOUQUETS and rng.random() < 0.75:  # without repeated flowers, which `task.write` rarely avoids
@@ -388,7 +387,7 @@ def train_language_model(tokenizer, seed: int, steps: int, batch_size: int, warm
 
 
 def sample(
-    model, tokenizer, prompts: list[str], max_new_tokens: int, temperature=1.0, top_p=1.0, seed=0
+    model, tokenizer, prompts: list[str], max_new_tokens: int, temperature: float, top_p: float, seed: int
 ) -> list[tuple]:
     """Samples a completion for each prompt. Returns rows (prompt, completion, finished)."""
     torch.manual_seed(seed)
@@ -538,7 +537,7 @@ def main(
     if seed and (tasks not in with_seeds or out == Path(__file__).parent):
         raise SystemExit("error: --seed needs --tasks tales, stories or shell_game, and another --out")
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(make, tasks, itertools.repeat(out), itertools.repeat(seed)))
+        list(pool.map(make, tasks, itertools.repeat(out), itertools.repeat(seed)))  # raises their errors
 
 
 if __name__ == "__main__":
