@@ -285,7 +285,7 @@ def main(only: tuple[str, ...] = ("",)):
         only: only rows whose names begin with one of these words.
     """
     rows = {"precision": precision, "sync": sync, "attention in bf16": attention, "head in bf16": head}
-    rows |= {"launches": launches, "--compile": compiled}
+    rows |= {"launches": launches, "compile": compiled}
     print(f"{RANKS} x {describe_machine()}\n\n| check | | | seconds |\n|---|---|---|---|")
     wrong = 0
     with tempfile.TemporaryDirectory() as temporary:
