@@ -14,7 +14,7 @@
 # paper/README.md says what a run leaves and how to resume it.
 
 [ -e ref.json ] || curl -fL -o ref.json https://raw.githubusercontent.com/tatsu-lab/alpaca_eval/main/results/gpt4_1106_preview/model_outputs.json
-[ -s ref.jsonl ] || python -c "import json; [print(json.dumps(row)) for row in json.load(open('ref.json'))]" > ref.jsonl
+[ -s ref.jsonl ] || python -c "import json; [print(json.dumps({'prompt': row['instruction']})) for row in json.load(open('ref.json'))]" > ref.jsonl
 
 # DPO offline + humanline, as in table3.sh. Table 3: LC-WR 24.82 ± 1.36 (Table 6); WR 20.18; length 1637.
 torchrun --nproc-per-node 4 dpo_humanline.py --model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm --dataset-split "train[:10000]" --num-steps 312 --batch-size 32 --adam-eps 1e-5 --weight-decay 1e-2 --warmup-fraction 0.1 --log-epsilon-P -1.5 --log-epsilon-R 1.5 --k 1 --max-new-tokens 2048 --temperature 0.7 --top-p 0.95 --eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156 --output-dir runs/dpo-offline-humanline

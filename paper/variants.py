@@ -14,7 +14,6 @@ to VARIANTS. The metric grpo/clip_fraction counts the tokens whose policy gradie
 """
 
 import math
-import shlex
 import sys
 from functools import partial
 from importlib import import_module
@@ -349,6 +348,4 @@ def replace_functions(script, name: str):
 
 
 if __name__ == "__main__":
-    # For the command with which a stopped run resumes. The script alone would go on with humanline.
-    sys.argv[0] = shlex.join(sys.argv[:3])
     main(sys.argv[1:])

@@ -91,7 +91,9 @@ def save_at_exit(args, folder: Path, policy, reference, optimizer, progress: Pro
         on any rank, it saves and ends all ranks.
     """
     save = partial(save_checkpoint, args, folder, policy, reference, optimizer, progress)
-    # A group of its own, because an error may have interrupted an exchange of the default group.
+    # A group of its own, because an error may have interrupted an exchange of the default group. The group's
+    # timeout holds for its creation, too, and rank 0 may come late, after a login of --track.
+    dist.barrier()
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
     signals = run.Signals()
 
@@ -126,7 +128,10 @@ def save_at_exit(args, folder: Path, policy, reference, optimizer, progress: Pro
 def print_resume_command(folder: Path, progress: Progress):
     launcher = "python"
     if dist.is_torchelastic_launched():
-        launcher = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+        launcher = f"torchrun --nproc-per-node {local_ranks}"
+        if local_ranks < dist.get_world_size():
+            launcher += f" --nnodes {dist.get_world_size() // local_ranks}"
     words = takewhile(lambda word: not word.startswith("-"), sys.argv)  # of paper/variants.py more than one
     command = shlex.join([*words, "--resume", str(folder)])
     run.print_main(f"\nstopped after {progress.step} steps; to resume: {launcher} {command}")

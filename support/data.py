@@ -36,6 +36,8 @@ CHUNK = 2000  # rows that a rank encodes before the ranks exchange their groups
 def read_rows(name: str, split: str):
     """Yields (number, row) of a .jsonl, .jsonl.gz or .parquet file, or of a Hub data set, counted from 1.
 
+    The name of a Hub data set may end with :CONFIGURATION.
+
     The number of a row of a .jsonl file is the number of its line.
 
     split: the split of a Hub data set; a file has none.
@@ -48,7 +50,8 @@ def read_rows(name: str, split: str):
         else:
             import datasets  # not at the top of the file, because the import takes a second
 
-            rows = enumerate(datasets.load_dataset(name, split=split), 1)
+            path, _, config = name.partition(":")
+            rows = enumerate(datasets.load_dataset(path, config or None, split=split), 1)
         hidden = not run.is_main()
         yield from tqdm(rows, f"reading {name}", leave=False, unit=" rows", delay=2, disable=hidden)
 

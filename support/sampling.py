@@ -360,12 +360,20 @@ REWARD_TOKENS = 16384  # maximum tokens of a batch, padding included, unless one
 
 def load_reward_model(args):
     """Loads --reward-model, a classifier with one output, on the CPU. Returns it and its tokenizer."""
+    complete_modeling_llama()
     name = args.reward_model
     trust = args.trust_remote_code
     with run.library_errors(f"--reward-model {name}"):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust, mistral_format=False)
     dtype = run.storage_dtype(args)
     return run.load_pretrained(AutoModelForSequenceClassification, name, dtype, trust), tokenizer
+
+
+def complete_modeling_llama():
+    """Defines a docstring that transformers 5 lacks, and that ArmoRM, the paper's reward model, imports."""
+    from transformers.models.llama import modeling_llama
+
+    vars(modeling_llama).setdefault("LLAMA_INPUTS_DOCSTRING", "")
 
 
 def as_rewards(values, count: int) -> torch.Tensor:

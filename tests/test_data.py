@@ -261,6 +261,15 @@ def test_file_kinds_give_the_same_pairs_and_row_numbers(load, tmp_path, name):
     assert "2 of 3 rows; 1 skipped, the first is row 3: its tokens are not its text" in told
 
 
+def test_a_configuration_of_a_data_set_follows_a_colon(tmp_path):
+    card = "---\nconfigs:\n"
+    for name in ("main", "socratic"):
+        write_rows(tmp_path / f"{name}.jsonl", [{"problem": name}])
+        card += f"- config_name: {name}\n  data_files: {name}.jsonl\n"
+    (tmp_path / "README.md").write_text(card + "---\n")
+    assert list(data.read_rows(f"{tmp_path}:socratic", "train")) == [(1, {"problem": "socratic"})]
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_json_columns_of_parquet_files_are_decoded(tmp_path, nested):
     """They were trained as text, brackets and all."""

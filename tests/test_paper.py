@@ -12,6 +12,7 @@ import threading
 from dataclasses import asdict
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -719,7 +720,11 @@ class Judge(BaseHTTPRequestHandler):
 def test_the_command_judges_every_output_with_our_annotator_and_the_packages_prompt(tmp_path):
     constants = pytest.importorskip("alpaca_eval.constants")
     (tmp_path / "ref.json").write_text(json.dumps(REFERENCE))
-    data = write_rows(tmp_path / "ref.jsonl", [{"prompt": row["instruction"]} for row in REFERENCE])
+    files = [path.read_text() for path in sorted((ROOT / "paper").glob("*.sh"))]
+    (line,) = {line for text in files for line in text.splitlines() if line.endswith("> ref.jsonl")}
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run(line, shell=True, cwd=tmp_path, env=env, check=True)  # of the paper's runs
+    data = str(tmp_path / "ref.jsonl")
     run = ["--model", str(TOY / "policy"), "--dataset", PAIRS, "--eval-dataset", data]
     run += ["--num-steps", "1", "--batch-size", "8", "--max-new-tokens", "16"]
     run_ranks(1, [[*run, "--output-dir", str(tmp_path / "mine")]])
@@ -738,7 +743,7 @@ def test_the_command_judges_every_output_with_our_annotator_and_the_packages_pro
     command += ["--reference_outputs", "ref.json", "--annotators_config", str(tmp_path / "judge" / "gpt41")]
     # The length-controlled win rate needs the Hub.
     command += ["--fn_metric", "get_winrate", "--sort_by", "win_rate"]
-    env = os.environ | {"OPENAI_CLIENT_CONFIG_PATH": str(tmp_path / "client.yaml")}
+    env |= {"OPENAI_CLIENT_CONFIG_PATH": str(tmp_path / "client.yaml")}
     try:
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
     finally:

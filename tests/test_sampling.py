@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -345,14 +346,31 @@ def test_every_rank_has_the_rewards_of_all_samples(one_rank, reward_model):
         assert json.loads(output.splitlines()[-1]) == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_score_of_a_reward_model_with_its_own_code_is_used(one_rank, reward_model, monkeypatch):
-    class Output:
-        logits, score = torch.zeros(2, 19), torch.tensor([0.25, -1.0])
+OWN_CODE = """
+from types import SimpleNamespace
+from transformers import LlamaForSequenceClassification
+from transformers.models.llama.modeling_llama import LLAMA_INPUTS_DOCSTRING  # as in ArmoRM's code
 
-    model, tokenizer = reward_model
-    monkeypatch.setattr(model, "forward", lambda **inputs: Output)
+class Own(LlamaForSequenceClassification):
+    def forward(self, **inputs):
+        logits = super().forward(**inputs).logits
+        return SimpleNamespace(logits=logits.expand(-1, 19), score=2 * logits[:, 0])
+"""
+
+
+def test_the_score_of_a_reward_model_with_its_own_code_is_used(one_rank, reward_model, tmp_path):
+    shutil.copytree(TOY / "reward_model", tmp_path / "own")
+    config = json.loads((tmp_path / "own" / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForSequenceClassification": "modeling_own.Own"}
+    (tmp_path / "own" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own" / "modeling_own.py").write_text(OWN_CODE)
+    args = dpo_humanline.Args(reward_model=str(tmp_path / "own"), trust_remote_code=True)
     samples = [Example("for king", [], text="rose"), Example("for boy", [], text="iris")]
-    assert sorted(sampling.model_rewards(model, tokenizer, CPU, "", samples).tolist()) == [-1, 0.25]
+    own, plain = (
+        sampling.model_rewards(*loaded, CPU, "", samples)
+        for loaded in (sampling.load_reward_model(args), reward_model)
+    )
+    assert own.tolist() == pytest.approx((2 * plain).tolist()) and plain[0] != plain[1]
 
 
 # === Samples ===

@@ -36,7 +36,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.initialization import no_init_weights
 
 import utils
-from support import run
+from support import run, sampling
 from tools.scripts import load_script, parse_args
 
 CPU = torch.device("cpu")
@@ -240,17 +240,17 @@ def estimate(own: Own, args, script) -> dict[str, dict[str, float]]:
     dist.destroy_process_group()
     phases = {"training": training}
     if own.script == "grpo_math" or args.online or (args.eval_dataset and args.eval_samples):
-        sampling = {name: training[name] for name in ("parameters", "Adam moments", "reference")}
+        while_sampling = {name: training[name] for name in ("parameters", "Adam moments", "reference")}
         if reward_model:  # while the policy trains, it is on the CPU
-            sampling["reward model"] = reward_model.num_parameters() * dtype.itemsize
-        sampling["gathered units"] = 4 * max(sizes)
+            while_sampling["reward model"] = reward_model.num_parameters() * dtype.itemsize
+        while_sampling["gathered units"] = 4 * max(sizes)
         weights = sum(sizes) * dtype.itemsize
         if args.engine == "hf":
             training["engine"] = weights
-            sampling["engine"] = weights + cache_bytes(args, config, dtype)
+            while_sampling["engine"] = weights + cache_bytes(args, config, dtype)
         else:  # vLLM sleeps while the policy trains
-            sampling["engine"] = max(weights, int(args.vllm_memory * own.gpu_memory * GIB))
-        phases["sampling"] = sampling
+            while_sampling["engine"] = max(weights, int(args.vllm_memory * own.gpu_memory * GIB))
+        phases["sampling"] = while_sampling
     gib = {}
     for phase, parts in phases.items():
         gib[phase] = {name: count / GIB for name, count in parts.items()}
@@ -259,6 +259,7 @@ def estimate(own: Own, args, script) -> dict[str, dict[str, float]]:
 
 def build_reward_model(args, script):
     """Builds the reward model without weights."""
+    sampling.complete_modeling_llama()
     trust = args.trust_remote_code
     config = read_config(script, "--reward-model", args.reward_model, trust)
     config.num_labels = 1
