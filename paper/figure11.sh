@@ -4,8 +4,8 @@
 #
 # `time` prints the seconds of the whole run, with loading and final/. The seconds of the steps, with sampling
 # and scoring of the rounds, are the sum of perf/step_time in runs/NAME/metrics.jsonl. The runs are Table 3's,
-# with training alone. They have no checkpoints and no evaluation, and therefore no samples.jsonl for
-# paper/alpaca_eval/README.md.
+# with training alone. They have no evaluation, and therefore no samples.jsonl for paper/alpaca_eval/README.md.
+# Each writes one checkpoint, at its end, which `time` includes, and of which 45 need 5 TB: delete them.
 #
 # The text gives no seconds, only ratios for GRPO. Offline + humanline takes about twice as long as offline,
 # and less than 1/6 of online. Online takes over 12 times as long as offline. The text does not say whether
