@@ -473,11 +473,6 @@ def load_models(args, device, longest: int):
     # step 0.
     for name, buffer in policy.named_buffers():
         buffer.copy_(reference.get_buffer(name))
-    if args.gradient_checkpointing:
-        for block in decoder_blocks(policy):
-            # Recomputes activations in backward, inside of FSDP's hooks, which gather the weights for it.
-            # transformers' own checkpointing needs train mode, which would start dropout.
-            block.forward = partial(recompute, block.forward, use_reentrant=False)
     for model in (policy, reference):
         # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
         # log-probs would be wrong without any error. So a short trial sets the fastest attention whose packed
@@ -485,7 +480,13 @@ def load_models(args, device, longest: int):
         attention = utils.choose_attention(model, longest)
         if args.compile:
             for block in decoder_blocks(model):
-                block.compile(dynamic=True)
+                block.forward = torch.compile(block.forward, dynamic=True)
+    if args.gradient_checkpointing:
+        for block in decoder_blocks(policy):
+            # Recomputes activations in backward, inside of FSDP's hooks, which gather the weights for it.
+            # transformers' own checkpointing needs train mode, which would start dropout. Compiled code must
+            # be inside, because torch does not compile what calls `recompute`.
+            block.forward = partial(recompute, block.forward, use_reentrant=False)
     run.print_main(f"attention: {attention}")  # of both models
     return policy, reference
 

@@ -724,12 +724,13 @@ def test_a_model_with_weights_that_get_no_gradient_resumes_bit_for_bit(tmp_path)
 
 @pytest.mark.slow
 def test_compiled_blocks_give_the_same_and_are_compiled_once(one_rank, monkeypatch):
-    """With varlen, the kernel of a GPU."""
+    """With varlen, the kernel of a GPU, and inside of blocks that are computed again in backward."""
     varlen_kernel.register()
     args = parse_args(dpo_humanline, ["--dtype", "float32"])
     torch._dynamo.reset()
     models = []
     for args.compile in (False, True):
+        args.gradient_checkpointing = args.compile
         policy, _ = dpo_humanline.load_models(args, torch.device("cpu"), 100)  # with the loop
         models.append(policy)
         monkeypatch.setattr(utils, "attention_candidates", lambda *_: ["varlen"])

@@ -135,6 +135,8 @@ def measure(own: Own, args, flags: list[str]):
     for together in own.trl_together or [own.together]:
         if own.trl:
             arms[f"TRL, {together} pairs"] = (f"TRL {together}", ROOT)
+            if own.pairs % (together * own.ranks):
+                raise SystemExit("error: with --trl, --pairs must be a multiple of micro-batch times --ranks")
     config = read_config(load_script(own.script), "--model", args.model, args.trust_remote_code)
     runs = {name: [] for name in arms}
     with tempfile.TemporaryDirectory() as name:
