@@ -13,6 +13,7 @@ import time
 from array import array
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -156,6 +157,17 @@ def test_a_signal_under_torchrun_lets_the_step_finish_and_says_how_to_resume(tmp
     assert f"stopped after {done} steps; to resume: {command}" in output.splitlines()
     assert 2 <= done < STEPS and steps_saved(folder)[0] == done
     assert 'dpo_humanline.py", line' not in errors  # no traceback but that of torchrun
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [("2", ""), ("1", " --nnodes 2")])
+def test_the_command_that_resumes_has_the_words_of_a_variant_and_the_nodes(ranks, nodes, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["paper/variants.py", "sampling", "grpo_humanline", "--k", "2"])
+    monkeypatch.setattr(checkpoint.dist, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(checkpoint.dist, "get_world_size", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    checkpoint.print_resume_command(Path("runs/x"), SimpleNamespace(step=3))
+    command = f"torchrun --nproc-per-node {ranks}{nodes} paper/variants.py sampling grpo_humanline"
+    assert capsys.readouterr().out == f"\nstopped after 3 steps; to resume: {command} --resume runs/x\n"
 
 
 @pytest.mark.slow
