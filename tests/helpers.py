@@ -144,8 +144,8 @@ def run_ranks(ranks: int, runs: list, worker=run_main, script="dpo_humanline", t
     """Returns the output of rank 0. Every rank must succeed."""
     processes = start_ranks(ranks, runs, worker, script)
     outputs = finish(processes, timeout)
-    for process, output in zip(processes, outputs):
-        assert process.exitcode == 0, output[-3000:]
+    codes = [process.exitcode for process in processes]
+    assert codes == [0] * ranks, "\n".join([f"exit codes {codes}", *(output[-3000:] for output in outputs)])
     return outputs[0]
 
 
