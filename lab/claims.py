@@ -7,13 +7,13 @@ Sentences and headings are free. A number that is a result is checked in one of 
 2. A mean with half of its interval, "0.76 ± 0.02", in any page: it must be the one of an arm (`halves`).
 3. A column of a table in lab/NAME/README.md whose head is a column of the csv in code font, `judge`: each
    cell must be the mean of the arm that its row names, "GRPO: offline" or "offline". So a new column needs no
-   code, but its metric must be in MEASURED.
+   code.
 4. Any other number: an entry in CLAIMS. Write a function that computes the words from a csv, as below, and
    add Claim("docs/results.md", "stories.csv", function). A claim holds if its page has all of its words,
    each as often as all claims on this page ask for, beside the intervals and means of 1 and 2. "0.65" may
    be "65%", too.
 
-Other decimal numbers in lab/NAME/README.md must at least be among the numbers of the study (`numbers`).
+Other decimal numbers in lab/NAME/README.md must at least be among those of the study's metrics (MEASURED).
 """
 
 import re
