@@ -194,11 +194,11 @@ def test_the_table_of_differences_is_recomputed_from_the_runs():
 
 
 def count(word: str, text: str) -> int:
-    """Returns how often a text has a number. A share, 0.65, may be written 65%."""
+    """Returns how often a text has a number with this sign. A share, 0.65, may be written 65%."""
     spellings = [word]
     if re.fullmatch(r"0\.\d\d", word):
         spellings.append(f"{int(word[2:])}%")
-    return sum(len(re.findall(rf"(?<![\w.]){re.escape(one)}(?!\d|\.\d|e-|%)", text)) for one in spellings)
+    return sum(len(re.findall(rf"(?<![\w.−]){re.escape(one)}(?!\d|\.\d|e-|%)", text)) for one in spellings)
 
 
 def without_intervals(page: str) -> str:
@@ -263,8 +263,8 @@ def cells_of_columns(page: str) -> list[tuple[str, str, str]]:
     for head, lines in tables_of(page):
         columns = {i: cell.strip("`") for i, cell in enumerate(head) if cell.startswith("`")}
         for line, (i, column) in product(lines, columns.items()):
-            if shown := re.match(r"[−\d.e-]+", line[i]):
-                found.append((line[0], column, shown[0]))
+            if shown := re.match(r"[*+]*([−\d.,e-]+)", line[i]):
+                found.append((line[0], column, shown[1].replace(",", "")))
     return found
 
 
