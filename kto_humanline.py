@@ -215,8 +215,9 @@ def mismatch(batch: list[tuple], max_length: int) -> list[utils.Example]:
     for i, group in enumerate(batch):
         following = batch[i + 1 :] + batch[:i]
         others = [other for other in following if other[0].prompt_ids != group[0].prompt_ids]
-        next_group = others[0]
-        for example, next_example in zip(group, next_group):
+        if not others:
+            raise utils.InputError("a batch has one prompt alone, but z_0 needs two: raise --batch-size")
+        for example, next_example in zip(group, others[0]):
             mixed = example._replace(completion_ids=next_example.completion_ids)
             mismatched.append(mixed.truncate(max_length))
     return mismatched
@@ -372,6 +373,11 @@ def load_data(args, tokenizer, eos_ids) -> tuple[list, list, int]:
         held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split, held_out=True)
     group_size = 2 if args.online else len(groups[0])  # online, each prompt becomes a pair
     groups_per_step = args.batch_size // group_size
+    if args.batch_size % group_size or groups_per_step < 2:
+        least = 2 * group_size  # z_0 needs two prompts
+        raise utils.InputError(
+            f"--batch-size {args.batch_size} must be a multiple of {group_size}, and at least {least}"
+        )
     if not args.online:
         data.check_groups(args.dataset, groups, group_size, groups_per_step)
         labels = [example.desirable for group in groups for example in group]

@@ -108,8 +108,8 @@ def make_row(run: dict, at: str, score: bool) -> dict:
     if done.returncode:
         errors = re.findall(r"^\w*[eE]rror: .*", done.stderr, re.MULTILINE) or done.stderr.splitlines()
         return row | {"failed": errors[-1] if errors else f"exit code {done.returncode}"}
-    if score:
-        check(shell(f"{sys.executable} -m lab.score {folder}"))
+    if score and (scored := shell(f"{sys.executable} -m lab.score {folder}")).returncode:
+        return row | {"failed": f"its score: {scored.stderr.splitlines()[-1]}"}
     row |= read_run(folder)
     for name in ("final", "checkpoints"):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -154,11 +154,14 @@ def main(file: tyro.conf.Positional[Path], jobs: int = 0, score: bool = False):
         for done in pool.map(shell, preparing if left else []):
             check(done)
         futures = [pool.submit(make_row, run, at, score) for run in left]
-        for future in tqdm(as_completed(futures), total=len(left), unit="run"):
-            rows.append(future.result())
-            table = pd.DataFrame(rows)
-            table.to_csv(out.with_suffix(".part"), index=False)
-            out.with_suffix(".part").replace(out)  # complete at every moment
+        try:
+            for future in tqdm(as_completed(futures), total=len(left), unit="run"):
+                rows.append(future.result())
+                table = pd.DataFrame(rows)
+                table.to_csv(out.with_suffix(".part"), index=False)
+                out.with_suffix(".part").replace(out)  # complete at every moment
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C, no other run begins
     print(f"{out}: {len(rows)} rows, of which {len(left)} are new")
 
 

@@ -150,7 +150,7 @@ def save_checkpoint(args, folder: Path, policy, reference, optimizer, progress: 
     if not all(run.gather(finite)):
         run.print_main(f"no checkpoint of step {progress.step}: a weight is not finite (lower --lr)")
         return
-    if run.broadcast(checkpoint.exists()):
+    if run.broadcast(run.is_main() and checkpoint.exists()):
         return
     # The folder gets its name only when it is complete, so a run that is killed here leaves no partial
     # checkpoint, and still has the one before.

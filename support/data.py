@@ -314,12 +314,14 @@ def is_text(tokenizer, text: str, ids: list[int]) -> bool:
 def added_tokens(tokenizer) -> tuple[re.Pattern, set[int]]:
     """Returns a pattern that finds the added tokens in a text, and their ids.
 
-    A tokenizer finds these tokens before it splits the rest of a text. Tokens of white space are left out,
-    and so is the token for unknown characters, unless it is also the BOS or EOS token (GPT-2).
+    A tokenizer finds these tokens before it splits the rest of a text. Tokens of white space are left out
+    (Gemma's are ▁▁, ▁▁▁, …), and so is the token for unknown characters, unless it is also the BOS or EOS
+    token (GPT-2).
     """
     tokens = {*tokenizer.get_added_vocab()} - {tokenizer.unk_token}
     tokens |= {tokenizer.bos_token or "", tokenizer.eos_token}
-    longest_first = sorted(filter(str.strip, tokens), key=len, reverse=True)  # one may contain another
+    tokens = [token for token in tokens if token.replace("▁", " ").strip()]
+    longest_first = sorted(tokens, key=len, reverse=True)  # one may contain another
     pattern = re.compile("|".join(map(re.escape, longest_first)))
     return pattern, {*tokenizer.convert_tokens_to_ids(longest_first)}
 
@@ -397,6 +399,6 @@ def render(tokenizer, messages: list[dict], **options) -> str:
     Some templates write the day's date. It is fixed here, so that a run that is resumed on another day reads
     the same tokens.
     """
-    template = FIXED_DATE + tokenizer.chat_template
+    template = FIXED_DATE + tokenizer.get_chat_template()  # of several named ones, the default
     options |= {"chat_template": template, "date_string": "26 Jul 2024", "tokenize": False}
     return tokenizer.apply_chat_template(messages, **options)

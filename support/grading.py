@@ -17,6 +17,7 @@ import torch.distributed as dist
 from support import run
 
 TIME_LIMIT = 5.0  # CPU seconds for grading one answer
+TERMINATED = (signal.SIGTERM, -signal.SIGTERM, 255)  # exit codes of a worker; 255: the fork server ended, too
 
 
 def start_grader():
@@ -76,9 +77,16 @@ def grade_all(grader, function, jobs: list[tuple]) -> list:
     share = run.share(distinct, dist.get_rank(), dist.get_world_size())
     # The timeout is wall-clock time, far above TIME_LIMIT. It ends a worker that waits for something.
     timeout = 20 * TIME_LIMIT
-    futures = [grader.schedule(run_job, (function, job, TIME_LIMIT), timeout=timeout) for job in share]
+
+    def schedule(job):
+        return grader.schedule(run_job, (function, job, TIME_LIMIT), timeout=timeout)
+
     results = []
-    for future in futures:
+    for job, future in zip(share, [schedule(job) for job in share]):
+        # torchrun and Slurm send SIGTERM to the workers, too, while the run finishes its step: grade again.
+        for _ in range(3):
+            if getattr(future.exception(), "exitcode", 0) in TERMINATED:
+                future = schedule(job)
         try:
             results.append(future.result())
         except BrokenProcessPool:  # the pool has no workers any more, for example for lack of memory

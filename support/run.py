@@ -136,12 +136,18 @@ def load_args(Args, folder: str, file: str):
     return Args(**saved)
 
 
+# The least value of flags that may not be 0. A group of one sample has no advantage.
+LEAST = {"group_size": 2, "samples_per_prompt": 2, "sample_every": 1, "eval_samples_per_problem": 1}
+LEAST |= {"batch_size": 1, "prompts_per_step": 1, "round_prompts": 1, "generation_batch_size": 1}
+
+
 def check_flags(args, batch_size: int, score):
     """Raises InputError for the mistakes that would appear after minutes of loading, or never."""
     for name, value in vars(args).items():
-        # Negative numbers mean nothing, and some would be ignored: with --k -1 no sync would ever be due.
-        if isinstance(value, int | float) and value < 0 and name != "log_epsilon_P":
-            raise InputError(f"--{name.replace('_', '-')} {value}: it must not be negative")
+        # Smaller numbers mean nothing, and some would be ignored: with --k -1 no sync would ever be due.
+        least = LEAST.get(name, 0)
+        if isinstance(value, int | float) and value < least and name != "log_epsilon_P":
+            raise InputError(f"--{name.replace('_', '-')} {value}: it must be at least {least}")
     if not args.log_epsilon_P < 0 < args.log_epsilon_R:
         raise InputError("--log-epsilon-P must be negative and --log-epsilon-R positive")
     if args.max_grad_norm == 0:

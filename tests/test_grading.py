@@ -1,10 +1,12 @@
 """Grading: the library's verdicts, rewards by hand, and workers that neither end the run nor make it wait."""
 
 import math
+import multiprocessing.forkserver
 import os
 import random
 import re
 import signal
+import threading
 import time
 
 import numpy as np
@@ -239,6 +241,21 @@ def test_whatever_a_grader_does_is_no_verdict_and_the_pool_goes_on(grader, capsy
     assert found == [None] * 10 + [1.0, 0.0] and type(found[-1]) is float
     told = capsys.readouterr().out
     assert told.startswith("10 answers could not be graded; the first: Traceback") and "SystemExit" in told
+
+
+def grade_slowly(gold, text, problem):
+    time.sleep(2)
+    return text == gold
+
+
+@pytest.mark.slow
+def test_a_signal_for_all_processes_of_a_run_changes_no_verdict(grader):
+    """torchrun and Slurm send SIGTERM to the workers, too. Right answers became wrong without a word."""
+    grade_all(grader, grade, [("5", "5", "")])
+    pids = [process.pid for process in multiprocessing.active_children()]
+    pids.append(multiprocessing.forkserver._forkserver._forkserver_pid)
+    threading.Timer(1, lambda: [os.kill(pid, signal.SIGTERM) for pid in pids]).start()
+    assert grade_all(grader, grade_slowly, [("5", "5", ""), ("5", "6", "")]) == [1, 0]
 
 
 def test_bombs_cost_the_time_limit_and_not_the_run(grader, monkeypatch):

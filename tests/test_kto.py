@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kto_humanline
 from kto_humanline import Args, encode_row, kto_loss, kto_margins, mismatch, sequence_log_ratio
 from support.data import load_tokenizer
-from utils import Example, pad_batch
+from utils import Example, InputError, pad_batch
 
 TOY = ROOT / "toy" / "tales"
 RUN = ["--num-steps", "4", "--warmup-fraction", "0", "--batch-size", "16", "--k", "2", "--eval-dataset", ""]
@@ -115,6 +115,15 @@ def test_mismatch_takes_the_completion_of_the_next_example_with_another_prompt()
     singles = [(Example("", [prompt], [i]),) for i, prompt in enumerate((1, 1, 2, 3))]
     found = [(x.prompt_ids, x.completion_ids) for x in mismatch(singles, 99)]
     assert found == [([1], [2]), ([1], [2]), ([2], [3]), ([3], [0])]
+    with pytest.raises(InputError, match="a batch has one prompt alone, but z_0 needs two"):
+        mismatch(singles[:2], 99)
+
+
+def test_a_batch_needs_two_groups_and_no_half_pair(files, one_rank):
+    tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
+    for size in (2, 5):
+        with pytest.raises(InputError, match=f"--batch-size {size} must be a multiple of 2, and at least 4"):
+            kto_humanline.load_data(Args(dataset=files["paired"], batch_size=size), tokenizer, {5})
 
 
 def test_mismatched_sequences_are_at_most_as_long_as_any_other():

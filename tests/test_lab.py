@@ -1,6 +1,7 @@
 """Tests lab/: statistics by hand, the runner, and the judges' scores."""
 
 import json
+import time
 from importlib.metadata import version
 from statistics import fmean
 
@@ -107,7 +108,7 @@ def test_a_study_has_a_row_for_each_run_with_what_repeats_it(study):
     assert row.torch == version("torch") and row.processor and pd.isna(row.failed)
     assert row["curve"] == pytest.approx((row["eval/reward@1"] + row["eval/reward"]) / 2)
     assert -4 < row.judge < 1 and row.clipped == 0 and row.grad_norm_max > 0
-    assert rows.loc["wrong"].failed == "error: --k -1: it must not be negative"
+    assert rows.loc["wrong"].failed == "error: --k -1: it must be at least 0"
 
 
 @pytest.mark.slow
@@ -116,6 +117,28 @@ def test_a_study_that_was_stopped_goes_on(study, monkeypatch, capsys):
     monkeypatch.setattr(run, "make_row", None)  # no run is left
     run.main(study / "runs.txt")
     assert "2 rows, of which 0 are new" in capsys.readouterr().out
+
+
+def test_a_score_that_fails_is_a_row():
+    """It ended the study, whose other runs were made for nothing."""
+    row = run.make_row({"command": "true"}, "abc1234", score=True)
+    assert row["failed"].startswith("its score: FileNotFoundError")
+
+
+def test_after_an_interrupt_no_other_run_begins(tmp_path, monkeypatch):
+    made = []
+
+    def interrupt(line, at, score):
+        made.append(line)
+        time.sleep(0.2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "commit", lambda: "abc1234")
+    monkeypatch.setattr(run, "make_row", interrupt)
+    (tmp_path / "runs.txt").write_text("\n".join(f"toy | arm | {i} | true" for i in range(9)))
+    with pytest.raises(KeyboardInterrupt):
+        run.main(tmp_path / "runs.txt", jobs=1)
+    assert len(made) < 4
 
 
 def test_the_row_of_a_run_is_read_from_its_files(tmp_path):

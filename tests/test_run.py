@@ -57,8 +57,10 @@ def check(script, *flags):
 @pytest.mark.parametrize(
     ("script", "flags", "said"),
     [
-        (dpo_humanline, ["--k", "-1"], "--k -1: it must not be negative"),
-        (grpo_humanline, ["--epsilon", "-0.1"], "--epsilon -0.1: it must not be negative"),
+        (dpo_humanline, ["--k", "-1"], "--k -1: it must be at least 0"),
+        (grpo_humanline, ["--epsilon", "-0.1"], "--epsilon -0.1: it must be at least 0"),
+        (grpo_math_humanline, ["--group-size", "1"], "--group-size 1: it must be at least 2"),
+        (grpo_math_humanline, ["--sample-every", "0"], "--sample-every 0: it must be at least 1"),
         (grpo_math_humanline, ["--keep-checkpoints", "-2"], "--keep-checkpoints -2"),
         (dpo_humanline, ["--max-grad-norm", "0"], "would make every gradient 0; inf: no clipping"),
         (kto_humanline, ["--log-epsilon-P", "0.5"], "--log-epsilon-P must be negative and"),

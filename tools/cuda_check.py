@@ -1,6 +1,6 @@
 """Checks a new machine, above all its first GPU: is everything right, and how fast is it?
 
-    python -m tools.cuda_check                      # on all GPUs, or with two processes on the CPU
+    python -m tools.cuda_check                      # on 1, 2, 4 or 8 GPUs, or two processes on the CPU
     python -m tools.cuda_check --only sync head     # rows whose names begin with sync or head
 
 Prints a table for docs/performance.md. The exit status is 1 if a row is WRONG. A row measures one part in

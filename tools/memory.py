@@ -11,8 +11,8 @@ torch's FSDPMemTracker adds up the tensors that are alive.
 
 The estimate does not include the CUDA context and libraries, NCCL's buffers, fragmentation, workspaces of
 kernels, a unit that is gathered early, the memory of a sleeping vLLM, loading, checkpoints and export. It
-includes weights and cache of the reward model and of transformers' sampling, but not their activations, nor
-those of evaluation and of KTO's z_0.
+includes the weights of the reward model, and weights and cache of transformers' sampling, but not their
+activations, nor those of evaluation and of KTO's z_0.
 """
 
 import contextlib
