@@ -137,8 +137,9 @@ def load_args(Args, folder: str, file: str):
 
 
 # The least value of flags that may not be 0. A group of one sample has no advantage.
-LEAST = {"group_size": 2, "samples_per_prompt": 2, "sample_every": 1, "eval_samples_per_problem": 1}
-LEAST |= {"batch_size": 1, "prompts_per_step": 1, "round_prompts": 1, "generation_batch_size": 1}
+LEAST = dict.fromkeys(("group_size", "samples_per_prompt"), 2)
+LEAST |= dict.fromkeys(("batch_size", "prompts_per_step", "round_prompts", "generation_batch_size"), 1)
+LEAST |= dict.fromkeys(("sample_every", "max_new_tokens", "eval_samples_per_problem"), 1)
 
 
 def check_flags(args, batch_size: int, score):
@@ -152,6 +153,8 @@ def check_flags(args, batch_size: int, score):
         raise InputError("--log-epsilon-P must be negative and --log-epsilon-R positive")
     if args.max_grad_norm == 0:
         raise InputError("--max-grad-norm 0 would make every gradient 0; inf: no clipping")
+    if args.temperature == 0:
+        raise InputError("--temperature 0 is not possible; greedy sampling is --top-p 1e-9")
     if not args.dataset:
         raise InputError(f"--model {args.model} needs a --dataset")
     online = getattr(args, "online", False)  # grpo_math has no such flag
@@ -444,6 +447,7 @@ class Log:
             self.writer = SummaryWriter(folder, purge_step=start)
             for name in ("metrics.jsonl", "samples.jsonl"):
                 keep_steps_before(start, folder / name)
+            (folder / "summary.json").unlink(missing_ok=True)  # of a finished run that goes on
         if start == 0:
             self.write_tensorboard(self.write_evaluation(0, before), 0)
 

@@ -60,6 +60,7 @@ def check(script, *flags):
         (dpo_humanline, ["--k", "-1"], "--k -1: it must be at least 0"),
         (grpo_humanline, ["--epsilon", "-0.1"], "--epsilon -0.1: it must be at least 0"),
         (grpo_math_humanline, ["--group-size", "1"], "--group-size 1: it must be at least 2"),
+        (grpo_math_humanline, ["--temperature", "0"], "greedy sampling is --top-p 1e-9"),
         (grpo_math_humanline, ["--sample-every", "0"], "--sample-every 0: it must be at least 1"),
         (grpo_math_humanline, ["--keep-checkpoints", "-2"], "--keep-checkpoints -2"),
         (dpo_humanline, ["--max-grad-norm", "0"], "would make every gradient 0; inf: no clipping"),
@@ -86,6 +87,13 @@ def test_a_common_mistake_in_the_flags_is_one_line_before_anything_is_loaded(scr
     flags = [flag.replace("USED", str(tmp_path)) for flag in flags]
     with pytest.raises(InputError, match=re.escape(said)):
         check(script, *flags)
+
+
+def test_a_run_that_goes_on_has_no_summary_of_its_earlier_end(tmp_path, one_rank):
+    """tools/curves.py drew the old evaluation at the new step."""
+    (tmp_path / "summary.json").write_text("{}")
+    run.Log(dpo_humanline.Args(), tmp_path, 4, None)
+    assert not (tmp_path / "summary.json").exists()
 
 
 def test_ranks_must_divide_the_batch_and_shards_the_ranks(monkeypatch):
