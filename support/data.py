@@ -18,6 +18,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
+import jinja2
 import pyarrow.parquet
 import torch.distributed as dist
 from tqdm import tqdm
@@ -250,7 +251,10 @@ def encode(args, tokenizer, eos_ids: set[int], prompt: str | list, completions=(
     or if the tokens of a conversation are not its text.
     """
     # 1. Each conversation, a prompt with a completion, is tokenized as a whole.
-    before, *endings = render_conversation(tokenizer, prompt, completions)
+    try:
+        before, *endings = render_conversation(tokenizer, prompt, completions)
+    except jinja2.TemplateError as error:  # for example, Gemma 2's template takes no system message
+        raise SkipRow(f"the chat template refuses it: {error}") from None
     texts = [before, *(before + ending for ending in endings)]
     prompt_ids, *all_ids = tokenize(tokenizer, texts)
     if not 0 < len(prompt_ids) <= min(args.max_prompt_length, args.max_length - 1):
@@ -340,7 +344,10 @@ def truncate_after_eos(ids: list[int], eos_ids: set[int]) -> list[int]:
 
 # Takes the place of the function of this name that transformers gives to templates. Llama 3's template reads
 # `date_string` instead.
-FIXED_DATE = "{%- macro strftime_now(format) -%}26 Jul 2024{%- endmacro -%}"
+FIXED_DATE = (
+    "{%- macro strftime_now(format) -%}{{ format | replace('%d', '26') | replace('%m', '07')"
+    " | replace('%b', 'Jul') | replace('%B', 'July') | replace('%Y', '2024') }}{%- endmacro -%}"
+)
 
 
 def render_conversation(tokenizer, prompt: str | list, completions) -> list[str]:

@@ -299,6 +299,8 @@ def load_pretrained(auto_class, name: str, dtype, trust_remote_code: bool):
         dtype: a dtype, or "auto": that of the files' first weight.
     """
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    if getattr(config, "quantization_config", None):  # sharding and fp32 copies would lose the scales
+        raise InputError(f"{name} is quantized, and training needs its weights in bf16 or fp32")
     config.dtype = None  # otherwise "auto" would be config.json's dtype, which may not be the files'
     model, info = auto_class.from_pretrained(
         name,

@@ -892,6 +892,15 @@ def test_a_row_whose_text_the_template_loses_cannot_train(prompt, answer, templa
         encode(bytes_or_pieces("bytes", template), prompt, answer)
 
 
+def test_a_row_that_the_template_refuses_is_skipped():
+    """Gemma 2's ended the run at the first system message."""
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    tokenizer = bytes_or_pieces("bytes", refusing + CHATML)
+    assert len(encode(tokenizer, [U("Hi")], "Yes")) == 2
+    with pytest.raises(data.SkipRow, match="the chat template refuses it: no system role"):
+        encode(tokenizer, [S("Be brief"), U("Hi")], "Yes")
+
+
 def test_a_template_may_move_a_system_message_and_strip_the_ends_of_a_message():
     system_last = "{% for m in messages[1:] %}{{ m.content }}<|im_end|>{% endfor %}{{ messages[0].content }}"
     assert encode(bytes_or_pieces("bytes", system_last), [S("Be brief"), U("Hi")]) == ["Hi<|im_end|>Be brief"]
@@ -919,8 +928,9 @@ def test_a_template_that_writes_the_date_writes_the_same_one_tomorrow():
     """A resumed run compares the hash of its data's tokens."""
     tokenizer = bytes_or_pieces("bytes", (TEMPLATES / "llama3_2.jinja").read_text())
     assert "Today Date: 26 Jul 2024" in data.render(tokenizer, [U("Hi")])
-    tokenizer = bytes_or_pieces("bytes", "{{ strftime_now('%Y-%m-%d') }}" + CHATML)
-    assert data.render(tokenizer, [U("Hi")]).startswith("26 Jul 2024")
+    for form, date in (("%Y-%m-%d", "2024-07-26"), ("%d %B %Y", "26 July 2024")):
+        tokenizer = bytes_or_pieces("bytes", f"{{{{ strftime_now('{form}') }}}}" + CHATML)
+        assert data.render(tokenizer, [U("Hi")]).startswith(date)
 
 
 def test_of_several_named_templates_the_default_is_used():

@@ -229,6 +229,16 @@ def test_a_weight_that_the_files_lack_is_named(tmp_path):
         run.load_pretrained(AutoModelForCausalLM, model, "auto", False)
 
 
+def test_a_quantized_model_is_refused(tmp_path):
+    """FP8 weights were trained without their scales, 3 nats beside the model."""
+    shutil.copytree(TOY / "policy", tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="is quantized, and training needs its weights in bf16 or fp32"):
+        run.load_pretrained(AutoModelForCausalLM, str(tmp_path / "m"), "auto", False)
+
+
 def test_a_model_is_loaded_in_the_dtype_of_its_files(tmp_path):
     """Not in config.json's, which may be another one."""
     model = changed_policy(tmp_path / "m", lambda found: {k: v.bfloat16() for k, v in found.items()})
