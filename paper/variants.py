@@ -326,6 +326,8 @@ def main(words: list[str]):
         raise SystemExit(f"error: name a variant ({', '.join(names)}), then a script, without .py")
     name, script_name, *flags = words
     script = import_module(script_name)
+    # args.json and the run's folder name the variant, so that only it resumes the run.
+    script.__file__ = str(Path(script.__file__).with_stem(f"{name}-{script_name}"))
     with run.exit_on_input_error():
         LAST.args = parse_args(script, flags)
         if name == "trust-region":

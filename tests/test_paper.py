@@ -22,6 +22,7 @@ import pytest
 import torch
 import tyro
 from helpers import (
+    ALL_SCRIPTS,
     PAIRS,
     ROOT,
     SHARED,
@@ -30,6 +31,7 @@ from helpers import (
     metrics,
     parse_command,
     read_rows,
+    refused,
     run_here,
     run_ranks,
     write_rows,
@@ -510,7 +512,10 @@ def test_the_clip_fraction_is_that_of_the_variant(name, batch, monkeypatch):
 
 
 # === The command ===
-def test_what_cannot_run_is_refused():
+def test_what_cannot_run_is_refused(monkeypatch):
+    for name in ALL_SCRIPTS:  # the command names the variant there
+        module = importlib.import_module(name)
+        monkeypatch.setattr(module, "__file__", module.__file__)
     for words in ([], ["ppo", "grpo_humanline"], ["cispo", "cispo"]):
         with pytest.raises(
             SystemExit, match=r"error: name a variant \(trust-region, no-clipping, sampling, clip-"
@@ -589,6 +594,10 @@ def test_oapl_and_hypo_train(tmp_path):
     flags = ["--no-humanline", "--num-steps", "2", *SHORT]
     first, _ = train("hypo", "dpo_humanline", tmp_path / "hypo", *flags)
     assert first["loss"] > math.log(2) + 1e-3  # DPO's first loss is log 2; pessimistic pairs have more
+    resume = ["--resume", str(tmp_path / "hypo"), "--num-steps", "3"]
+    assert "it is not a run of dpo_humanline.py" in refused(resume)
+    run_ranks(1, [resume], partial(run_variant, "hypo"))
+    assert len(metrics(tmp_path / "hypo")) == 3
 
 
 # === quartiles.py ===

@@ -38,7 +38,7 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 def open_run(folder: Path) -> tuple:
     """Opens a run. Returns its script as a module, its flags and the device."""
     name = json.loads((folder / "args.json").read_text())["script"]
-    script = importlib.import_module(name)
+    script = importlib.import_module(name.rpartition("-")[2])  # behind the name of a variant
     args = load_args(script.Args, str(folder), script.__file__)
     args.resume = str(folder)  # otherwise `setup` refuses the folder of a run
     args.shard_size = 0  # over the ranks that are there now: one
