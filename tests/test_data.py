@@ -37,7 +37,6 @@ from helpers import (
 )
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import (
-    AutoTokenizer,
     LlamaTokenizer,
     MistralConfig,
     PreTrainedTokenizerFast,
@@ -687,15 +686,6 @@ def test_an_unknown_character_anywhere_is_enough(completion):
     assert encode(tokenizer, "Q", " yo") == ["Q", " yo</s>"]
     with pytest.raises(data.SkipRow, match=NOT_ITS_TEXT):
         encode(tokenizer, "Q", completion)
-
-
-def test_one_unknown_word_is_enough():
-    """Up to half of a row's tokens could be unknown."""
-    tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
-    assert len(encode(tokenizer, "for king", "rose iris lily")) == 2
-    for prompt, completion in (("for Anna", "rose iris lily"), ("for king", "rose iris Anna lily")):
-        with pytest.raises(data.SkipRow, match=NOT_ITS_TEXT):
-            encode(tokenizer, prompt, completion)
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD"])

@@ -2,11 +2,9 @@
 
 import ast
 import importlib
-import io
 import json
 import math
 import re
-import tokenize
 from dataclasses import asdict
 
 import pytest
@@ -45,7 +43,6 @@ IMPORTS = {
 OWN = set("Args Evaluation load_data encode_row group_advantages sample_round evaluate main".split())
 BANNERS = ["Args", "Loss", "Training", "Data", "Models", "Rounds and evaluation", "Metrics"]
 FUNCTION = ast.FunctionDef | ast.ClassDef
-PROSE = {getattr(tokenize, name) for name in "COMMENT NL NEWLINE INDENT DEDENT ENDMARKER".split()}
 
 
 def read(name: str) -> str:
@@ -85,20 +82,6 @@ def test_imports_go_one_way(name):
         found.add(node.module.removeprefix("support."))
     ours = {path.stem for path in [*ROOT.glob("*.py"), *ROOT.glob("support/*.py")]}
     assert found & ours <= IMPORTS[name]
-
-
-@pytest.mark.parametrize("name", [*ALL_SCRIPTS, *IMPORTS])
-def test_no_function_but_main_has_more_than_45_lines_of_code(name):
-    prose = set()  # the lines of docstrings
-    for node in nodes(name, FUNCTION):
-        if ast.get_docstring(node):
-            prose |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    tokens = tokenize.generate_tokens(io.StringIO(read(name)).readline)
-    places = [(token.start[0], token.end[0] + 1) for token in tokens if token.type not in PROSE]
-    code = {line for place in places for line in range(*place)} - prose
-    for function in nodes(name, ast.FunctionDef):
-        length = len(code & set(range(function.lineno, function.end_lineno + 1)))
-        assert length <= 45 or function.name == "main", f"{function.name} has {length} lines"
 
 
 # === Settings ===
