@@ -216,7 +216,9 @@ def mismatch(batch: list[tuple], max_length: int) -> list[utils.Example]:
         following = batch[i + 1 :] + batch[:i]
         others = [other for other in following if other[0].prompt_ids != group[0].prompt_ids]
         if not others:
-            raise utils.InputError("a batch has one prompt alone, but z_0 needs two: raise --batch-size")
+            raise utils.InputError(
+                "a batch has one prompt alone, but z_0 needs two: raise --batch-size in a new run"
+            )
         for example, next_example in zip(group, others[0]):
             mixed = example._replace(completion_ids=next_example.completion_ids)
             mismatched.append(mixed.truncate(max_length))

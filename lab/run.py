@@ -109,7 +109,8 @@ def make_row(run: dict, at: str, score: bool) -> dict:
         errors = re.findall(r"^\w*[eE]rror: .*", done.stderr, re.MULTILINE) or done.stderr.splitlines()
         return row | {"failed": errors[-1] if errors else f"exit code {done.returncode}"}
     if score and (scored := shell(f"{sys.executable} -m lab.score {folder}")).returncode:
-        return row | {"failed": f"its score: {scored.stderr.splitlines()[-1]}"}
+        said = scored.stderr.splitlines() or [f"exit code {scored.returncode}"]
+        return row | {"failed": f"its score: {said[-1]}"}
     row |= read_run(folder)
     for name in ("final", "checkpoints"):
         shutil.rmtree(folder / name, ignore_errors=True)

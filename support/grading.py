@@ -11,13 +11,13 @@ import resource
 import signal
 import traceback
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import forkserver, resource_tracker
 
 import torch.distributed as dist
 
 from support import run
 
 TIME_LIMIT = 5.0  # CPU seconds for grading one answer
-TERMINATED = (signal.SIGTERM, -signal.SIGTERM, 255)  # exit codes of a worker; 255: the fork server ended, too
 
 
 def start_grader():
@@ -34,6 +34,12 @@ def start_grader():
     # imports them once, and workers inherit them. (transformers imports lazily, so the module of
     # AutoModelForCausalLM is named.)
     context.set_forkserver_preload(["torch", "transformers.models.auto.modeling_auto", "math_verify"])
+    # torchrun and Slurm send SIGTERM to all processes of a run, which then finishes its step. So the server
+    # and its workers inherit a mask that blocks it. (Starting the resource tracker would remove the mask.)
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     workers = min(8, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) or 1
     # A worker is replaced after 1000 answers, because the parser's caches grow.
     return ProcessPool(workers, max_tasks=1000, initializer=start_worker, context=context)
@@ -77,16 +83,9 @@ def grade_all(grader, function, jobs: list[tuple]) -> list:
     share = run.share(distinct, dist.get_rank(), dist.get_world_size())
     # The timeout is wall-clock time, far above TIME_LIMIT. It ends a worker that waits for something.
     timeout = 20 * TIME_LIMIT
-
-    def schedule(job):
-        return grader.schedule(run_job, (function, job, TIME_LIMIT), timeout=timeout)
-
+    futures = [grader.schedule(run_job, (function, job, TIME_LIMIT), timeout=timeout) for job in share]
     results = []
-    for job, future in zip(share, [schedule(job) for job in share]):
-        # torchrun and Slurm send SIGTERM to the workers, too, while the run finishes its step: grade again.
-        for _ in range(3):
-            if getattr(future.exception(), "exitcode", 0) in TERMINATED:
-                future = schedule(job)
+    for future in futures:
         try:
             results.append(future.result())
         except BrokenProcessPool:  # the pool has no workers any more, for example for lack of memory

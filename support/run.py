@@ -154,7 +154,7 @@ def check_flags(args, batch_size: int, score):
     if args.max_grad_norm == 0:
         raise InputError("--max-grad-norm 0 would make every gradient 0; inf: no clipping")
     if args.temperature == 0:
-        raise InputError("--temperature 0 is not possible; greedy sampling is --top-p 1e-9")
+        raise InputError("--temperature 0: for greedy sampling pass --top-p 1e-9")
     if not args.dataset:
         raise InputError(f"--model {args.model} needs a --dataset")
     online = getattr(args, "online", False)  # grpo_math has no such flag
@@ -299,8 +299,8 @@ def load_pretrained(auto_class, name: str, dtype, trust_remote_code: bool):
         dtype: a dtype, or "auto": that of the files' first weight.
     """
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    if getattr(config, "quantization_config", None):  # sharding and fp32 copies would lose the scales
-        raise InputError(f"{name} is quantized, and training needs its weights in bf16 or fp32")
+    if getattr(config, "quantization_config", None):  # copies in fp32 would lose the scales
+        raise InputError(f"{name} is quantized: pass its weights in bf16 or fp32")
     config.dtype = None  # otherwise "auto" would be config.json's dtype, which may not be the files'
     model, info = auto_class.from_pretrained(
         name,

@@ -83,6 +83,7 @@ def start_rank(worker, script: str, runs: list, ports: list, environment: dict, 
     """Is the life of a rank: writes its output into a file, and calls the worker for each argument list."""
     if server:  # a server of the rank's own would take longer than a short run
         vars(multiprocessing.forkserver._forkserver).update(server, ensure_running=lambda: None)
+        multiprocessing.forkserver.ensure_running = lambda: None
     os.environ.clear()
     os.environ.update(environment)
     file = os.open(output, os.O_WRONLY | os.O_CREAT)

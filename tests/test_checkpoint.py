@@ -460,6 +460,7 @@ def run_with_average(script, arguments):
     run_main(script, arguments)
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_lacks_is_named_and_a_mistake_keeps_its_traceback(copy, uninterrupted, monkeypatch):
     """The tensor kept its initial value without a word, and the mistake was "damage: start over"."""
     said = refused(["--resume", str(copy), "--num-steps", "15"], run_with_average)

@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import SHARED, read_rows
 
 import grpo_math_humanline as script
@@ -244,18 +245,42 @@ def test_whatever_a_grader_does_is_no_verdict_and_the_pool_goes_on(grader, capsy
 
 
 def grade_slowly(gold, text, problem):
-    time.sleep(2)
+    time.sleep(1)
     return text == gold
 
 
-@pytest.mark.slow
-def test_a_signal_for_all_processes_of_a_run_changes_no_verdict(grader):
-    """torchrun and Slurm send SIGTERM to the workers, too. Right answers became wrong without a word."""
-    grade_all(grader, grade, [("5", "5", "")])
+def end_all_processes():
     pids = [process.pid for process in multiprocessing.active_children()]
-    pids.append(multiprocessing.forkserver._forkserver._forkserver_pid)
-    threading.Timer(1, lambda: [os.kill(pid, signal.SIGTERM) for pid in pids]).start()
-    assert grade_all(grader, grade_slowly, [("5", "5", ""), ("5", "6", "")]) == [1, 0]
+    for pid in [*pids, multiprocessing.forkserver._forkserver._forkserver_pid]:
+        os.kill(pid, signal.SIGTERM)
+
+
+def grade_through_signals(verdicts):
+    """Is a process that grades while SIGTERM comes and after it came."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    os.cpu_count = lambda: 4
+    pool = start_grader()
+    jobs = [("5", text, "") for text in "5678"]
+    grade_all(pool, grade, jobs)
+    end_all_processes()  # of a pool without work
+    time.sleep(1)
+    threading.Timer(0.5, end_all_processes).start()
+    for verdict in grade_all(pool, grade_slowly, jobs):
+        verdicts.put(verdict)
+    pool.stop()
+    pool.join()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_signal_for_all_processes_of_a_run_changes_no_verdict():
+    """torchrun and Slurm send SIGTERM to the workers, too. Right answers became wrong without a word."""
+    context = multiprocessing.get_context("spawn")
+    verdicts = context.SimpleQueue()
+    process = context.Process(target=grade_through_signals, args=(verdicts,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0 and [verdicts.get() for _ in range(4)] == [1, 0, 0, 0]
 
 
 def test_bombs_cost_the_time_limit_and_not_the_run(grader, monkeypatch):

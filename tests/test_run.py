@@ -60,7 +60,11 @@ def check(script, *flags):
         (dpo_humanline, ["--k", "-1"], "--k -1: it must be at least 0"),
         (grpo_humanline, ["--epsilon", "-0.1"], "--epsilon -0.1: it must be at least 0"),
         (grpo_math_humanline, ["--group-size", "1"], "--group-size 1: it must be at least 2"),
-        (grpo_math_humanline, ["--temperature", "0"], "greedy sampling is --top-p 1e-9"),
+        (
+            grpo_math_humanline,
+            ["--temperature", "0"],
+            "--temperature 0: for greedy sampling pass --top-p 1e-9",
+        ),
         (grpo_math_humanline, ["--sample-every", "0"], "--sample-every 0: it must be at least 1"),
         (grpo_math_humanline, ["--keep-checkpoints", "-2"], "--keep-checkpoints -2"),
         (dpo_humanline, ["--max-grad-norm", "0"], "would make every gradient 0; inf: no clipping"),
@@ -235,7 +239,7 @@ def test_a_quantized_model_is_refused(tmp_path):
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match="is quantized, and training needs its weights in bf16 or fp32"):
+    with pytest.raises(InputError, match="is quantized: pass its weights in bf16 or fp32"):
         run.load_pretrained(AutoModelForCausalLM, str(tmp_path / "m"), "auto", False)
 
 

@@ -83,6 +83,11 @@ def test_a_diligent_student_writes_every_place_and_few_students_are_diligent():
     assert sum(right[False]) / len(right[False]) < 0.3
 
 
+def test_a_seed_needs_a_folder_of_its_own():
+    with pytest.raises(SystemExit, match="--seed needs --tasks tales, stories or shell_game, and another"):
+        make.main(seed=1)
+
+
 def test_the_shell_game_is_the_committed_one(tmp_path, monkeypatch):
     """The committed policy replaces the training, which takes minutes."""
     policy = AutoModelForCausalLM.from_pretrained(TOYS / "shell_game" / "policy").eval()

@@ -203,9 +203,6 @@ def test_grpo_is_trls_bit_for_bit(model, k, settings, tmp_path):
         assert {bool(batch["completion_mask"].any()) for batch in ours.seen} == {True, False}
 
 
-# === Beside our scripts ===
-
-
 # === Beside plain loops, without TRL and PEFT ===
 def read_weights(trainer, name):
     """Returns {weight of the base: (A, B)} of an adapter, or {weight: (W,)} of a whole model, as copies."""

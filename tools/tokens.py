@@ -39,7 +39,7 @@ def open_run(folder: Path) -> tuple:
     """Opens a run. Returns its script as a module, its flags and the device."""
     name = json.loads((folder / "args.json").read_text())["script"]
     script = importlib.import_module(name.rpartition("-")[2])  # behind the name of a variant
-    args = load_args(script.Args, str(folder), script.__file__)
+    args = load_args(script.Args, str(folder), f"{name}.py")
     args.resume = str(folder)  # otherwise `setup` refuses the folder of a run
     args.shard_size = 0  # over the ranks that are there now: one
     sequences = getattr(args, "batch_size", None) or args.prompts_per_step * args.group_size  # grpo_math
