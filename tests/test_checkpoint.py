@@ -330,6 +330,7 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path):
 # === Resuming ===
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_number_of_ranks(uninterrupted, tmp_path):
     flags = [*DPO, "--num-steps", "7", "--shard-size", "1", "--output-dir", str(tmp_path / "run")]
     run_ranks(2, [flags])
@@ -486,6 +487,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_read_is_named_and_the_one_before_resumes(copy, uninterrupted):
     newest = copy / "checkpoints" / "step-000014"
     whole = shutil.copytree(newest, copy / "whole")

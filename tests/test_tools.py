@@ -58,6 +58,7 @@ def test_presets_have_the_published_parameters_and_gemma_eager_attention(preset)
     assert (config._attn_implementation == "eager") == preset.startswith("gemma")
 
 
+@pytest.mark.slow
 def test_sampling_has_the_engine_and_the_reward_model():
     online = ["--online", "--reward-model", "llama-3-8b", "--ranks", 4]
     found = estimate("--script", "kto", "--model", "llama-3-8b", *online, "--vllm-memory", 0.5)
