@@ -449,7 +449,7 @@ class Log:
             self.writer = SummaryWriter(folder, purge_step=start)
             for name in ("metrics.jsonl", "samples.jsonl"):
                 keep_steps_before(start, folder / name)
-            (folder / "summary.json").unlink(missing_ok=True)  # of a finished run that goes on
+            (folder / "summary.json").unlink(missing_ok=True)  # the result of an earlier end
         if start == 0:
             self.write_tensorboard(self.write_evaluation(0, before), 0)
 

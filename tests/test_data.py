@@ -12,7 +12,6 @@ import importlib
 import json
 import re
 import shutil
-import tracemalloc
 import unicodedata
 from functools import cache, partial
 from importlib.resources import files
@@ -534,19 +533,6 @@ def test_a_malformed_row_of_one_rank_ends_all_ranks_with_the_same_line(tmp_path)
     for output in finish(processes):
         assert f"error: {name}, row 30: no value for 'rejected' in the columns" in output
     assert [process.exitcode for process in processes] == [1, 1, 1]
-
-
-def test_a_token_takes_at_most_ten_bytes(load, tmp_path):
-    """Lists of ids and the texts of prompts took 54 to 62."""
-    row = {"prompt": "Hi " * 13, "chosen": "a" * 150, "rejected": "b" * 150}
-    name = write_rows(tmp_path / "many.jsonl", [row] * 300)
-    load([PAIR])
-    tracemalloc.start()
-    groups, _ = load(name)
-    size, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    tokens = sum(len(x.prompt_ids) + len(x.completion_ids) + len(y.completion_ids) for x, y in groups)
-    assert len(groups) == 300 and size <= 10 * tokens
 
 
 # === Where a completion begins and ends ===

@@ -121,13 +121,6 @@ def test_a_flag_that_does_not_exist_ends_the_run(flag, capsys):
     assert re.search("Unrecognized|invalid|Error", capsys.readouterr().err)
 
 
-def test_help_has_no_section_in_the_text_of_a_flag(capsys):
-    with pytest.raises(SystemExit):
-        parse_args(grpo_humanline, ["--help"])
-    words = " ".join(capsys.readouterr().out.split()).replace("│ ", "")
-    assert "--humanline, --no-humanline --no-humanline: no humanline clipping" in words
-
-
 def test_the_first_line_has_only_the_settings_that_differ_from_the_defaults(capsys):
     parse_args(dpo_humanline, ["--model", "m", "--dataset", "d", "--lr", "5e-6", "--k", "16"])
     (line,) = capsys.readouterr().out.splitlines()

@@ -181,6 +181,8 @@ def test_words_get_the_spaces_between_them():
 @pytest.mark.slow
 def test_a_run_without_checkpoints_ends_in_one_line(folder):
     shutil.rmtree(folder / "dpo" / "checkpoints")
+    args = folder / "dpo" / "args.json"  # as of a run of paper/variants.py
+    args.write_text(args.read_text().replace('"dpo_humanline"', '"sampling-dpo_humanline"'))
     command = ["python", "tools/tokens.py", "--run", str(folder / "dpo")]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 1 and "train with --checkpoint-every N" in ended.stderr.splitlines()[-1]

@@ -473,22 +473,6 @@ def test_a_product_loses_nothing_to_the_bf16_units_of_a_cpu(dtype):
     assert torch.backends.mkldnn.matmul.fp32_precision == precision
 
 
-def test_blocks_get_fewer_columns_if_there_are_more_tokens(monkeypatch):
-    monkeypatch.setattr(utils, "CPU_BLOCK", 2**20)
-    weight = torch.randn(3000, 4)
-    for N, sizes in ((0, [3000]), (1, [3000]), (1000, [1024, 1024, 952]), (2**18, [256] * 11 + [184])):
-        hidden = torch.randn(N, 4)
-        blocks = utils.head_blocks(hidden, torch.zeros(N).long(), weight, None, None, 1.0)
-        assert [z.shape[1] for *_, z in blocks] == sizes
-
-
-def test_other_devices_than_the_cpu_have_large_blocks():
-    hidden, weight = torch.empty(1000, 4, device="meta"), torch.empty(3000, 4, device="meta")
-    targets = torch.empty(1000, dtype=torch.long, device="meta")
-    blocks = utils.head_blocks(hidden, targets, weight, None, None, 1.0)
-    assert [z.shape[1] for *_, z in blocks] == [3000]
-
-
 def test_a_second_backward_pass_gives_the_same():
     hidden, weight, _, d_logps = draw_head(torch.float64, 20)
     factors = [hidden.requires_grad_(), weight.requires_grad_()]
