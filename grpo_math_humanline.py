@@ -363,7 +363,7 @@ def encode_row(args, tokenizer, eos_ids, row):
     _, opening, rest = tokenizer.decode(example.prompt_ids).rpartition("<think>\n")
     if rest:
         opening = ""
-    return (example._replace(prompt=prompt, answer=answer, opening=opening, row=row),)
+    return (example._replace(prompt=prompt, answer=answer, opening=opening),)
 
 
 def draw_batch(groups, number: int, size: int, seed: int):

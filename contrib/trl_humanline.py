@@ -61,7 +61,7 @@ def require(condition, message: str):
 
 
 class HumanlineCallback(TrainerCallback):
-    """Syncs the reference before updates, and stores what a resumed run needs with each checkpoint."""
+    """Syncs the reference before updates."""
 
     def __init__(self, trainer):
         self.trainer = trainer
@@ -71,13 +71,6 @@ class HumanlineCallback(TrainerCallback):
         # `global_step` counts the updates so far. A sync after the update would make both models equal.
         if self.trainer.k > 0 and state.global_step % self.trainer.k == 0:
             self.trainer.sync_reference()  # humanline syncing
-
-    def on_save(self, args, state, control, **kwargs):
-        if args.should_save:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            if self.trainer.ref_model is not None:  # PEFT saves the adapter `ref` itself
-                torch.save(self.trainer.ref_model.state_dict(), folder / "reference.pt")
-            (folder / "humanline.json").write_text(json.dumps(self.trainer.humanline))
 
 
 class Humanline:
@@ -165,6 +158,14 @@ class Humanline:
         require(trained, "no weight trains: call PeftModel.from_pretrained with is_trainable=True")
         for name, weight in trained.items():
             require(id(weight) in synced, f"no sync copies {name}: freeze it, or add it to modules_to_save")
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        """Saves the model, and with a checkpoint what a resumed run needs, before older ones are deleted."""
+        super().save_model(output_dir, _internal_call)
+        if _internal_call and output_dir and self.args.should_save:  # a checkpoint
+            if self.ref_model is not None:  # PEFT saves the adapter `ref` itself
+                torch.save(self.ref_model.state_dict(), Path(output_dir) / "reference.pt")
+            (Path(output_dir) / "humanline.json").write_text(json.dumps(self.humanline))
 
     def weight_pairs(self):
         """Returns (reference, policy) for each weight that a sync copies."""

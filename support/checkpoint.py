@@ -4,7 +4,6 @@ What a new algorithm carries from step to step belongs in `training_state`, or i
 texts or lists. What is in neither, for example a scheduler or a second reference, does not survive a resume.
 """
 
-import hashlib
 import inspect
 import os
 import pickle
@@ -24,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 
-from support import run
+from support import data, run
 from utils import InputError
 
 # === State ===
@@ -34,7 +33,7 @@ from utils import InputError
 class Progress:
     """The state of a run besides its weights and the optimizer's state."""
 
-    data_hash: str  # from `hash_data`; a resumed run must train on the same data
+    data_hash: str  # from `data.hash_groups`; a resumed run must train on the same data
     step: int | None = 0  # completed optimizer steps; None during an update
     round: int = 0  # number of rounds sampled (grpo_math: stays 0)
     pool: list = field(default_factory=list)  # sampled groups that no completed step has used
@@ -54,23 +53,6 @@ def training_state(policy, reference, optimizer, progress: Progress) -> dict:
         "optimizer": get_optimizer_state_dict(policy, optimizer),
         "progress": (vars(progress),),  # a tuple, because torch would take a dict apart
     }
-
-
-def hash_data(args, groups: list[tuple]) -> str:
-    """Returns a hash of the rows, by which a resumed run finds out whether its data has changed.
-
-    Raises InputError if a rank (on another machine) has other data or other flags.
-    """
-    content = hashlib.sha256()
-    for group in groups:
-        for example in group:
-            content.update(example.prompt_ids + example.completion_ids)  # the bytes of an array
-            content.update(repr((example.reward, example.desirable, example.answer)).encode())
-    data_hash = content.hexdigest()
-    local = (data_hash, vars(args))
-    if run.gather(local) != [local] * dist.get_world_size():
-        raise InputError("the ranks have different rows in --dataset, or different flags")
-    return data_hash
 
 
 # === Saving ===
@@ -187,7 +169,7 @@ def load_checkpoint(args, folder: Path, policy, reference, optimizer, groups: li
     Returns:
         The progress of the run. Without a checkpoint, it is that of step 0.
     """
-    data_hash = hash_data(args, groups)
+    data_hash = data.hash_groups(groups)
     progress = Progress(data_hash)
     checkpoints = run.broadcast(find_checkpoints(folder))
     if not checkpoints:

@@ -8,6 +8,7 @@ A group is the tuple of a row's Examples: one for each completion, or one with t
 """
 
 import gzip
+import hashlib
 import json
 import os
 import re
@@ -87,16 +88,16 @@ def read_parquet(name: str):
 def encode_rows(name: str, split: str, encode) -> tuple[list, list]:
     """Encodes all rows of a data set. The ranks of a machine share the work, and all get all groups.
 
-    Ranks of other machines do not share it, because they may have another file of this name, by mistake:
-    `hash_data` finds this.
+    Ranks of other machines do not share it, because they may have another file of this name, by mistake. This
+    is an InputError.
 
     encode: a function that returns the group of a row, or raises SkipRow.
 
     Returns:
         The groups in the order of the rows, and [(row number, reason), ...] of the skipped rows.
     """
-    rank = int(os.environ.get("LOCAL_RANK", 0))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    rank = int(os.environ.get("LOCAL_RANK", 0)) % ranks  # without torchrun, the first may be set alone
     if ranks > 1:
         machine, _ = dist.new_subgroups(ranks)
     groups = []
@@ -115,6 +116,8 @@ def encode_rows(name: str, split: str, encode) -> tuple[list, list]:
             parts[rank] = results  # whose exceptions have a traceback
         in_order = sorted(sum(parts, []), key=lambda part: part[0])
         if not in_order:  # no row is left
+            if int(os.environ.get("WORLD_SIZE", 1)) > 1 and len(set(run.gather(hash_groups(groups)))) > 1:
+                raise InputError(f"{name} has other rows on another machine")
             return groups, skipped
         for number, result in in_order:
             if isinstance(result, SkipRow):
@@ -124,6 +127,16 @@ def encode_rows(name: str, split: str, encode) -> tuple[list, list]:
                 raise result
             else:
                 groups.append(result)
+
+
+def hash_groups(groups: list[tuple]) -> str:
+    """Returns a hash of the tokens, scores, labels and answers of a data set."""
+    content = hashlib.sha256()
+    for group in groups:
+        for example in group:
+            content.update(example.prompt_ids + example.completion_ids)  # the bytes of an array
+            content.update(repr((example.reward, example.desirable, example.answer)).encode())
+    return content.hexdigest()
 
 
 def check_row(row):
@@ -256,6 +269,10 @@ def encode(args, tokenizer, eos_ids: set[int], prompt: str | list, completions=(
     except jinja2.TemplateError as error:  # for example, Gemma 2's template takes no system message
         raise SkipRow(f"the chat template refuses it: {error}") from None
     texts = [before, *(before + ending for ending in endings)]
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:  # half of a character beyond U+FFFF, which tokenizers do not take
+        raise SkipRow("its text is not valid Unicode") from None
     prompt_ids, *all_ids = tokenize(tokenizer, texts)
     if not 0 < len(prompt_ids) <= min(args.max_prompt_length, args.max_length - 1):
         raise SkipRow("prompt empty, or too long for --max-prompt-length and --max-length")

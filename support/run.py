@@ -205,6 +205,8 @@ def setup(args, batch_size: int, score=None):
         dist.init_process_group(backend)
     else:  # not started by torchrun: a process group of one rank needs no address
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if gather(vars(args)) != [vars(args)] * dist.get_world_size():  # for example on another machine
+        raise InputError("the ranks have different flags")
     transformers.utils.logging.disable_progress_bar()
     if args.dtype == "auto":
         args.dtype = "bfloat16" if device.type == "cuda" else "float32"
@@ -372,6 +374,9 @@ def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
             eos_token_id=sorted(eos_ids),
             pad_token_id=tokenizer.pad_token_id,
         )
+        # FSDP2 has put a class of its own before the model's. With --trust-remote-code, save_pretrained would
+        # write this class into config.json, and copy torch's code instead of the model's.
+        policy.__class__ = type(policy).__bases__[1]
         policy.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
 

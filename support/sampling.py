@@ -12,6 +12,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Protocol
 
+import jinja2
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -323,6 +324,8 @@ class VllmEngine:
         )
 
     def update(self, weights):
+        if self.sleeps:
+            torch.cuda.empty_cache()  # vLLM cannot take memory that torch keeps
         self.llm.wake_up(tags=["weights"])  # no effect if the engine is awake
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.wake_up(tags=["kv_cache"])
@@ -450,6 +453,8 @@ def reward_input(tokenizer, separator: str, sample: Example) -> str:
             return render(tokenizer, messages, continue_final_message=not sample.finished)
         except ValueError:  # the template changes the sample (it drops a thought), so its end is not found
             return render(tokenizer, messages)
+        except jinja2.TemplateError as error:  # for example, Gemma 2's template takes no system message
+            raise InputError(f"--reward-model: its chat template refuses a prompt: {error}") from None
     text = "\n".join(message["content"] for message in messages) + separator + sample.text
     if sample.finished:
         text += tokenizer.eos_token or ""

@@ -35,11 +35,10 @@ from helpers import (
 )
 from safetensors.torch import load_file, save_file
 
-import dpo_humanline
 import grpo_humanline
 import utils
-from support import checkpoint, run
-from utils import Example, InputError
+from support import checkpoint, data
+from utils import Example
 
 STEPS = 14
 RUN = f"--num-steps {STEPS} --k 3 --batch-size 8 --checkpoint-every 5 --eval-samples 2 --max-new-tokens 12"
@@ -631,11 +630,7 @@ def test_a_disk_that_is_full_ends_all_ranks_and_the_last_checkpoint_resumes(tmp_
     assert lines(folder) == done + 2
 
 
-def test_other_flags_or_rows_of_a_rank_are_refused(one_rank, monkeypatch):
-    args = dpo_humanline.Args()
+def test_another_label_is_other_data():
     ids = array("i", [1, 2])
     desirable, undesirable = [(Example("", ids, ids, desirable=label),) for label in (True, False)]
-    assert checkpoint.hash_data(args, [desirable]) != checkpoint.hash_data(args, [undesirable])
-    monkeypatch.setattr(run, "gather", lambda value: [("the hash of a rank on another machine", vars(args))])
-    with pytest.raises(InputError, match="different rows in --dataset, or different flags"):
-        checkpoint.hash_data(args, [])
+    assert data.hash_groups([desirable]) != data.hash_groups([undesirable])

@@ -307,10 +307,10 @@ def test_texts_and_rows_are_kept_only_where_prompts_are_sampled(load, monkeypatc
     assert kept == [("", None), *[("Hi", None)] * 3, ("", None), *[("Hi", row)] * 3]
 
 
-def test_a_problem_keeps_its_question_its_answer_and_its_row(load):
+def test_a_problem_keeps_its_question_and_its_answer(load):
     rows = [PROBLEM | {"level": "Level 5"}, PROBLEM | {"problem": "2 " * 99}]
     groups, told = load(rows, script=grpo_math_humanline, system_prompt="", max_prompt_length=40)
-    assert [(x.question, x.answer, x.row) for (x,) in groups] == [("1+1?", "2", rows[0])]
+    assert [(x.question, x.answer) for (x,) in groups] == [("1+1?", "2")]
     assert "1 skipped, the first is row 2: " in told
     rows = [
         {"question": "How many?", "answer": "He has 3 * 24 = <<3*24=72>>72.\n#### 72"},  # GSM8K
@@ -875,6 +875,18 @@ def test_a_row_that_the_template_refuses_is_skipped():
     assert len(encode(tokenizer, [U("Hi")], "Yes")) == 2
     with pytest.raises(data.SkipRow, match="the chat template refuses it: no system role"):
         encode(tokenizer, [S("Be brief"), U("Hi")], "Yes")
+
+
+def test_a_row_with_half_of_a_character_is_skipped(load):
+    r"""JavaScript cuts "\ud83d\ude00" in the middle, and json.dumps writes the half as it is."""
+    groups, told = load([PAIR, PAIR | {"chosen": "Yes \ud83d"}])
+    assert len(groups) == 1 and "1 skipped, the first is row 2: its text is not valid Unicode" in told
+
+
+def test_a_process_without_torchrun_reads_all_rows(load, monkeypatch):
+    """Of 2,000 rows the first was lost if a user chose a GPU by LOCAL_RANK alone."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert len(load([PAIR])[0]) == 1
 
 
 def test_a_template_may_move_a_system_message_and_strip_the_ends_of_a_message():

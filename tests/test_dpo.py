@@ -384,6 +384,28 @@ def test_sampling_defaults_of_the_model_neither_leak_nor_break_the_export(tmp_pa
     assert "repetition_penalty" not in (tmp_path / "odd/final/generation_config.json").read_text()
 
 
+OWN_CODE = """
+from transformers import LlamaForCausalLM
+
+class Own(LlamaForCausalLM):
+    pass
+"""
+
+
+def test_a_trained_model_keeps_its_own_code(tmp_path):
+    """Instead, `final` had FSDP's class and files."""
+    shutil.copytree(TOY / "policy", tmp_path / "own")
+    config = json.loads((tmp_path / "own/config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.Own"}
+    (tmp_path / "own/config.json").write_text(json.dumps(config))
+    (tmp_path / "own/modeling_own.py").write_text(OWN_CODE)
+    flags = ["--trust-remote-code", "--num-steps", "1", "--output-dir", tmp_path / "run"]
+    run_here(dpo_humanline, *SHORT, "--model", tmp_path / "own", *flags)
+    final = AutoModelForCausalLM.from_pretrained(tmp_path / "run/final", trust_remote_code=True)
+    assert type(final).__name__ == "Own"
+    assert {path.name for path in (tmp_path / "run/final").glob("*.py")} == {"modeling_own.py"}
+
+
 # === Rounds ===
 
 ONLINE = ["--online", "--engine", "hf", "--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "4"]

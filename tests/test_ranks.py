@@ -124,7 +124,11 @@ def test_other_flags_or_rows_on_a_machine(tmp_path, differ):
         (tmp_path / machine).mkdir()
         (tmp_path / machine / "pairs.jsonl").write_text("".join(rows))
     others = [*flags, "--lr", "5e-4"] if differ == "flags" else flags
-    assert "the ranks have different rows in --dataset, or" in refused_by_machines(tmp_path, flags, others)
+    said = {
+        "flags": "the ranks have different flags",
+        "rows": "pairs.jsonl has other rows on another machine",
+    }
+    assert said[differ] in refused_by_machines(tmp_path, flags, others)
 
 
 @pytest.mark.slow

@@ -327,6 +327,13 @@ def test_an_unfinished_sample_whose_thought_the_template_drops_is_rendered_as_fi
     assert sampling.reward_input(tokenizer, "", sample) == "[for king][ lily]"
 
 
+def test_a_reward_model_whose_template_refuses_a_prompt_is_named():
+    tokenizer = AutoTokenizer.from_pretrained(TOY / "reward_model")
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(InputError, match="^--reward-model: its chat template refuses a prompt: no system"):
+        sampling.reward_input(tokenizer, "", Example("for king", [], text="rose"))
+
+
 SCORED = [Example("for king", [], text="rose " * number, finished=True) for number in range(1, 6)]
 
 

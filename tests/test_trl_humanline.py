@@ -551,6 +551,25 @@ def test_a_resumed_run_is_one_run_bit_for_bit(kind, model, k, tmp_path):
         make(more=dict(k=k, **TIGHT)).train(resume_from_checkpoint=str(checkpoint))
 
 
+def test_an_older_checkpoint_stays_until_the_next_one_has_its_reference(tmp_path, monkeypatch):
+    """With a full disk, save_total_limit=1 left only a checkpoint that could not be resumed."""
+    settings = dict(save_strategy="steps", save_steps=2, save_total_limit=1, max_steps=4)
+    trainer = make_trainer(DPO, "whole", tmp_path, **settings)
+    save = torch.save
+
+    def fill_the_disk(state, path):
+        if Path(path).parts[-2:] == ("checkpoint-4", "reference.pt"):
+            raise OSError("No space left on device")
+        save(state, path)
+
+    monkeypatch.setattr(torch, "save", fill_the_disk)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.train()
+    monkeypatch.undo()
+    resumed = train(DPO, "whole", tmp_path, resume=str(tmp_path / "checkpoint-2"), **settings)
+    assert resumed.state.global_step == 4
+
+
 # === Guards ===
 ALL = (DPO, KTO, GRPO)
 EVALUATED = dict(eval_strategy="steps", save_strategy="steps", eval_steps=2, save_steps=2)
