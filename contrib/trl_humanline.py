@@ -85,6 +85,9 @@ class Humanline:
         "sync_ref_model": [False],  # copies after the update, where both models would be equal
         "precompute_ref_log_probs": [False],  # the log-probs of a reference that changes later
         "neftune_noise_alpha": [None],  # log-ratios would measure the noise
+        "bf16_full_eval": [False],  # may round the policy alone, as the next two
+        "fp16_full_eval": [False],
+        "use_transformers_continuous_batching": [False],
     }
     relative_metrics = r"(loss|kl|rewards/\w+)$"  # of a reference that may move
     keeps_reference = True
@@ -146,6 +149,10 @@ class Humanline:
             self.model.add_adapter("ref", self.model.peft_config["default"])
             if self.args.disable_dropout:
                 trl_utils.disable_dropout_in_model(self.model)
+        if self.ref_model is not None:
+            names = [[name for name, _ in model.named_parameters()] for model in (self.ref_model, self.model)]
+            same = names[0] == names[1]
+            require(same, "the reference has other weights: pass both models by name, or a ref_model")
         for reference, policy in self.weight_pairs():
             if not passed:
                 # TRL reads a whole reference from disk, which lacks what was changed in memory. Its copy of
@@ -163,6 +170,7 @@ class Humanline:
         """Saves the model, and with a checkpoint what a resumed run needs, before older ones are deleted."""
         super().save_model(output_dir, _internal_call)
         if _internal_call and output_dir and self.args.should_save:  # a checkpoint
+            Path(output_dir).mkdir(parents=True, exist_ok=True)  # with FSDP it is made later
             if self.ref_model is not None:  # PEFT saves the adapter `ref` itself
                 torch.save(self.ref_model.state_dict(), Path(output_dir) / "reference.pt")
             (Path(output_dir) / "humanline.json").write_text(json.dumps(self.humanline))
@@ -240,6 +248,7 @@ def check_adapter(config, ref_model):
 def load_reference(name, model, args):
     """Loads a reference by its name, as TRL loads a policy or as the policy is."""
     settings = dict(getattr(args, "model_init_kwargs", None) or {}, device_map=None)
+    settings.setdefault("trust_remote_code", getattr(args, "trust_remote_code", False))
     if not isinstance(model, str):
         settings |= dict(dtype=model.dtype, attn_implementation=model.config._attn_implementation)
     return trl_utils.create_model_from_path(name, **settings)
@@ -275,9 +284,9 @@ class HumanlineOnSums(Humanline):
         self.precompute_ref_logps = False
         chosen = self.is_chosen(inputs)
         for name, rows in (("logps/chosen", chosen), ("logps/rejected", ~chosen)):
-            total, count = self.accelerator.reduce(
-                torch.stack([logps[rows].sum(), rows.sum()]), "sum"
-            ).tolist()
+            local = torch.stack([logps[rows].sum(), rows.sum()])
+            # As TRL gathers, which drops ranks at the end of the data
+            total, count = self.accelerator.gather_for_metrics(local[None]).sum(0).tolist()
             if count > 0:  # in place of the mean of Σ_t r_t
                 self._metrics["train" if self.model.training else "eval"][name][-1] = total / count
         return result

@@ -417,10 +417,10 @@ def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple], group
         humanline = f"log-ratios clipped to [{args.log_epsilon_P}, {args.log_epsilon_R}]; "
         humanline += f"k {args.k}: {syncs} syncs change the reference{advice}"
     print_main(f"humanline: {humanline}")
-    epochs = args.num_steps * groups_per_step / len(groups)
-    print_main(
-        f"data: {len(groups):,} rows; {args.num_steps} steps of {groups_per_step}: {epochs:.1f} epochs"
-    )
+    epochs = f"{args.num_steps * groups_per_step / len(groups):.1f} epochs"
+    if getattr(args, "online", False):  # some prompts give no group
+        epochs = f"at least {epochs}"
+    print_main(f"data: {len(groups):,} rows; {args.num_steps} steps of {groups_per_step}: {epochs}")
     print_main(f"files: {folder}")
     first = groups[0][0]
     print_main(f"the first prompt:\n{tokenizer.decode(first.prompt_ids)}")

@@ -583,6 +583,7 @@ STOPS = [  # kinds, a part of the message, settings of the config, arguments of 
     (ALL, "log_epsilon_P=0.22 and log_epsilon_R=4", {}, dict(log_epsilon_P=0.22, log_epsilon_R=4)),
     (ALL, "sync_ref_model must be False, and is True", dict(sync_ref_model=True, beta=0.5), {}),
     (ALL, "neftune_noise_alpha must be None, and is 5", dict(neftune_noise_alpha=5), {}),
+    (ALL, "bf16_full_eval must be False, and is True", dict(bf16_full_eval=True), {}),
     ([DPO], "precompute_ref_log_probs must be False", dict(precompute_ref_log_probs=True), {}),
     ([DPO], "loss_type must be ['sigmoid'], and is ['ipo']", dict(loss_type="ipo"), {}),
     ([KTO], "loss_type must be 'kto', and is", dict(loss_type="apo_zero_unpaired"), {}),
