@@ -140,6 +140,7 @@ def load_args(Args, folder: str, file: str):
 LEAST = dict.fromkeys(("group_size", "samples_per_prompt"), 2)
 LEAST |= dict.fromkeys(("batch_size", "prompts_per_step", "round_prompts", "generation_batch_size"), 1)
 LEAST |= dict.fromkeys(("sample_every", "max_new_tokens", "eval_samples_per_problem"), 1)
+LEAST["vllm_tensor_parallel"] = 1
 
 
 def check_flags(args, batch_size: int, score):
@@ -169,6 +170,8 @@ def check_flags(args, batch_size: int, score):
     world = int(os.environ.get("WORLD_SIZE", 1))
     if batch_size % world or world % (args.shard_size or world):
         raise InputError(f"{world} ranks must divide the batch of {batch_size}, and --shard-size the ranks")
+    if world % args.vllm_tensor_parallel:
+        raise InputError(f"--vllm-tensor-parallel {args.vllm_tensor_parallel} must divide the {world} ranks")
     if not args.resume and args.output_dir and Path(args.output_dir, "args.json").exists():
         raise InputError(f"--output-dir {args.output_dir} holds a run; to resume it, pass it as --resume")
 

@@ -16,6 +16,7 @@ import jinja2
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
@@ -73,9 +74,14 @@ class Sampler:
         started = time.perf_counter()
         if self.engine is None:
             self.engine = self.start_engine()
-        # An iterator, so that only one parameter at a time is gathered from the shards.
-        named_parameters = policy.named_parameters()
-        self.engine.update((name, parameter.full_tensor()) for name, parameter in named_parameters)
+        weights = policy.state_dict()  # with the buffers that the model's files have, such as a router's bias
+        for name in policy.all_tied_weights_keys:
+            weights.pop(name, None)
+        # An iterator, so that only one weight at a time is gathered from the shards. Buffers have no shards.
+        self.engine.update(
+            (name, weight.full_tensor() if isinstance(weight, DTensor) else weight)
+            for name, weight in weights.items()
+        )
         repeated = [prompt for prompt in prompts for _ in range(count)]
         outputs = generate_on_all_ranks(self.engine, [prompt.prompt_ids for prompt in repeated], seed)
         samples = []
@@ -258,9 +264,9 @@ class TransformersEngine:
         )
 
     def update(self, weights):
-        parameters = dict(self.model.named_parameters())
+        own = self.model.state_dict()
         for name, weight in weights:
-            parameters[name].copy_(weight)
+            own[name].copy_(weight)
 
     def generate(self, batches: list[tuple]) -> list[tuple]:
         device = self.model.device
@@ -284,6 +290,7 @@ class VllmEngine:
         # vLLM logs much, sends usage statistics, and needs a rank also without torchrun. Variables that the
         # user has set take precedence.
         defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "RANK": "0", "LOCAL_RANK": "0"}
+        defaults["TRITON_F32_DEFAULT"] = "ieee"  # attention in fp32 would use TF32
         os.environ |= defaults | os.environ
         precision = torch.get_float32_matmul_precision()  # which vLLM changes
         from vllm import LLM, SamplingParams, _custom_ops
@@ -303,6 +310,8 @@ class VllmEngine:
             trust_remote_code=args.trust_remote_code,
             max_model_len=longest,
             tensor_parallel_size=args.vllm_tensor_parallel,
+            disable_custom_all_reduce=True,  # it cannot share the memory of expandable segments
+            language_model_only=True,  # models that also read images would need their processor
             skip_tokenizer_init=True,
             load_format="dummy",  # `update` provides the weights
             hf_overrides={"head_dtype": "float32"},  # fp32 logits, as in `token_logps`
@@ -324,8 +333,6 @@ class VllmEngine:
         )
 
     def update(self, weights):
-        if self.sleeps:
-            torch.cuda.empty_cache()  # vLLM cannot take memory that torch keeps
         self.llm.wake_up(tags=["weights"])  # no effect if the engine is awake
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.llm.wake_up(tags=["kv_cache"])

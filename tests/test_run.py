@@ -66,6 +66,7 @@ def check(script, *flags):
             "--temperature 0: for greedy sampling pass --top-p 1e-9",
         ),
         (grpo_math_humanline, ["--sample-every", "0"], "--sample-every 0: it must be at least 1"),
+        (dpo_humanline, ["--vllm-tensor-parallel", "2"], "--vllm-tensor-parallel 2 must divide the 1 ranks"),
         (grpo_math_humanline, ["--keep-checkpoints", "-2"], "--keep-checkpoints -2"),
         (dpo_humanline, ["--max-grad-norm", "0"], "would make every gradient 0; inf: no clipping"),
         (kto_humanline, ["--log-epsilon-P", "0.5"], "--log-epsilon-P must be negative and"),

@@ -249,6 +249,7 @@ def estimate(own: Own, args, script) -> dict[str, dict[str, float]]:
             training["engine"] = weights
             while_sampling["engine"] = weights + cache_bytes(args, config, dtype)
         else:  # vLLM sleeps while the policy trains
+            weights //= args.vllm_tensor_parallel
             while_sampling["engine"] = max(weights, int(args.vllm_memory * own.gpu_memory * GIB))
         phases["sampling"] = while_sampling
     gib = {}
