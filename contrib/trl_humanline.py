@@ -150,8 +150,9 @@ class Humanline:
             if self.args.disable_dropout:
                 trl_utils.disable_dropout_in_model(self.model)
         if self.ref_model is not None:
-            names = [[name for name, _ in model.named_parameters()] for model in (self.ref_model, self.model)]
-            same = names[0] == names[1]
+            # A compiled reference has the prefix.
+            names = [name.replace("_orig_mod.", "") for name, _ in self.ref_model.named_parameters()]
+            same = names == [name for name, _ in self.model.named_parameters()]
             require(same, "the reference has other weights: pass both models by name, or a ref_model")
         for reference, policy in self.weight_pairs():
             if not passed:
@@ -285,8 +286,9 @@ class HumanlineOnSums(Humanline):
         chosen = self.is_chosen(inputs)
         for name, rows in (("logps/chosen", chosen), ("logps/rejected", ~chosen)):
             local = torch.stack([logps[rows].sum(), rows.sum()])
-            # As TRL gathers, which drops ranks at the end of the data
-            total, count = self.accelerator.gather_for_metrics(local[None]).sum(0).tolist()
+            # TRL's KTO averages over fewer ranks at the end of the data.
+            gather = self.accelerator.gather if self.sides == 2 else self.accelerator.gather_for_metrics
+            total, count = gather(local[None]).sum(0).tolist()
             if count > 0:  # in place of the mean of Σ_t r_t
                 self._metrics["train" if self.model.training else "eval"][name][-1] = total / count
         return result

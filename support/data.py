@@ -116,7 +116,7 @@ def encode_rows(name: str, split: str, encode) -> tuple[list, list]:
             parts[rank] = results  # whose exceptions have a traceback
         in_order = sorted(sum(parts, []), key=lambda part: part[0])
         if not in_order:  # no row is left
-            if int(os.environ.get("WORLD_SIZE", 1)) > 1 and len(set(run.gather(hash_groups(groups)))) > 1:
+            if dist.is_initialized() and len(set(run.gather(hash_groups(groups)))) > 1:
                 raise InputError(f"{name} has other rows on another machine")
             return groups, skipped
         for number, result in in_order:

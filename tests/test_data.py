@@ -504,6 +504,7 @@ def load_shared(script, arguments):
     with run.exit_on_input_error():
         result = data.encode_rows(name, "train", count)
     Path(folder, f"{rank}.txt").write_text(f"{len(counted)} {result}")
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -343,6 +343,7 @@ def score_in_rank(script, arguments):
     sampling.REWARD_TOKENS = 12  # every sample is a batch, so both ranks have some
     model, tokenizer = sampling.load_reward_model(parse_args(script, arguments))
     print(json.dumps(sampling.model_rewards(model, tokenizer, CPU, "", SCORED).tolist()))
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -507,6 +507,8 @@ def main(folder):
         logged[name] = [values(trainer, key) for key in LOGGED]
     if trainer.accelerator.is_main_process:
         (folder / "logged.json").write_text(json.dumps(logged))
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()  # otherwise gloo's threads can abort the process when it exits
 
 
 @pytest.mark.slow
