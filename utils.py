@@ -260,10 +260,12 @@ class Means:
 
         All ranks must have added the same names.
         """
-        totals = torch.stack(list(self.sums.values()))  # (names, 2)
+        names = sorted(self.sums)  # ranks may have added them in another order
+        totals = torch.stack([self.sums[name] for name in names])  # (names, 2)
         dist.all_reduce(totals)
-        names_totals = zip(self.sums, totals.cpu())
-        return {name: (total / weight).item() for name, (total, weight) in names_totals if weight > 0}
+        totals = dict(zip(names, totals.cpu()))
+        names_totals = [(name, *totals[name]) for name in self.sums]
+        return {name: (total / weight).item() for name, total, weight in names_totals if weight > 0}
 
 
 def above(values, baseline):

@@ -34,7 +34,7 @@ from support import data
 IMPORTS = {
     "utils": set(),
     "support/run": {"utils"},
-    "support/checkpoint": {"utils", "run"},
+    "support/checkpoint": {"utils", "run", "data"},
     "support/data": {"utils", "run"},
     "support/sampling": {"utils", "run", "data"},
     "support/grading": {"run"},

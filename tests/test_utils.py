@@ -519,6 +519,17 @@ def test_a_mean_whose_weights_have_another_shape_is_refused(values, weights):
         utils.Means().add({"edited/metric": torch.ones(values)}, torch.ones(weights))
 
 
+def test_ranks_may_add_names_in_another_order(monkeypatch):
+    sent = []
+    monkeypatch.setattr(utils.dist, "all_reduce", lambda totals: sent.append(totals.clone()))
+    for names in ("loss", "edited"), ("edited", "loss"):
+        means = utils.Means()
+        for name in names:
+            means.add({name: torch.tensor([float(len(name))])})
+        assert means.reduce() == {"loss": 4.0, "edited": 6.0}
+    assert torch.equal(*sent)
+
+
 def test_ties_are_half_a_win():
     found = utils.above(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0.0, 2.0, 4.0, 1.0]))
     assert found.tolist() == [1, 0.5, 0, 1]
