@@ -85,7 +85,7 @@ class Humanline:
         "sync_ref_model": [False],  # copies after the update, where both models would be equal
         "precompute_ref_log_probs": [False],  # the log-probs of a reference that changes later
         "neftune_noise_alpha": [None],  # log-ratios would measure the noise
-        "bf16_full_eval": [False],  # may round the policy alone, as the next two
+        "bf16_full_eval": [False],  # this and the next two may round the policy alone
         "fp16_full_eval": [False],
         "use_transformers_continuous_batching": [False],
     }
@@ -150,7 +150,7 @@ class Humanline:
             if self.args.disable_dropout:
                 trl_utils.disable_dropout_in_model(self.model)
         if self.ref_model is not None:
-            # A compiled reference has the prefix.
+            # torch.compile puts a prefix before the names of the reference.
             names = [name.replace("_orig_mod.", "") for name, _ in self.ref_model.named_parameters()]
             same = names == [name for name, _ in self.model.named_parameters()]
             require(same, "the reference has other weights: pass both models by name, or a ref_model")

@@ -97,7 +97,7 @@ def encode_rows(name: str, split: str, encode) -> tuple[list, list]:
         The groups in the order of the rows, and [(row number, reason), ...] of the skipped rows.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    rank = int(os.environ.get("LOCAL_RANK", 0)) % ranks  # without torchrun, the first may be set alone
+    rank = int(os.environ.get("LOCAL_RANK", 0)) % ranks  # without torchrun, it may be set alone
     if ranks > 1:
         machine, _ = dist.new_subgroups(ranks)
     groups = []

@@ -290,7 +290,7 @@ class VllmEngine:
         # vLLM logs much, sends usage statistics, and needs a rank also without torchrun. Variables that the
         # user has set take precedence.
         defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "RANK": "0", "LOCAL_RANK": "0"}
-        defaults["TRITON_F32_DEFAULT"] = "ieee"  # attention in fp32 would use TF32
+        defaults["TRITON_F32_DEFAULT"] = "ieee"  # otherwise attention would round fp32 to TF32
         os.environ |= defaults | os.environ
         precision = torch.get_float32_matmul_precision()  # which vLLM changes
         from vllm import LLM, SamplingParams, _custom_ops
