@@ -33,12 +33,13 @@ HUMANLINE = "offline + humanline"
 PAPERS = ("humanline, paper's ε and β", "offline, paper's ε and β")
 TUNED_BETA = ("humanline, tuned β", "offline, no clip, tuned β")
 STUDIES = ("instances", "tasks", "stories", "baselines", "stories and baselines", "hypo", "controls", "sums")
-STUDIES += ("gap", "clipping", "parity", "syncing", "dpo", "stale", "chat")
+STUDIES += ("gap", "clipping", "parity", "syncing", "dpo", "stale", "chat", "rate")
 MINIATURES = ("figure1", "figure5", "figure5_dpo", "figure6", "figure7", "figure8", "figure10", "table6")
 MEASURED = ("judge", "eval/reward", "eval/accuracy", "curve", "late", "kl", "finished", "trigrams", "fluency")
 MEASURED += ("eval/accuracy@16", "eval/accuracy@32", "eval/loss", "eval/length", "eval/finished", "clipped")
 
-# The planned tests whose p-values a page has, with Holm's correction: {study: [(group, first, second)]}
+# The planned tests whose p-values a page has, with Holm's correction: {study: [(group, first, second)]},
+# or (group, first, second, metric); with a margin after these four, a test of equivalence.
 BOTH = ((HUMANLINE, "offline"), ("online", HUMANLINE))
 PLANNED = {
     "instances": [(group, HUMANLINE, "offline") for group in ("KTO", "GRPO")],
@@ -50,6 +51,13 @@ PLANNED = {
         ("sums", "online", "humanline"),
     ],
     "gap": [("sums", "online", "ε 0.2")],
+    "rate": [
+        ("game, lr 3e-4", "humanline", "no clip", "curve"),
+        ("game, lr 3e-4", "clipping alone, no ε", "no clip", "curve"),
+        ("game, lr 1e-4", "humanline, no ε", "no clip", "curve", 0.02),
+        ("DPO, lr 3e-4", "humanline", "syncing alone", "judge"),
+        ("DPO, lr 1e-3", "humanline", "syncing alone", "judge"),
+    ],
 }
 
 
@@ -138,7 +146,7 @@ def p_values(study: str) -> list[float]:
     if study not in PLANNED:
         return against_the_first(study) if study in MINIATURES else []
     lines = [compare.difference(study, *pair) for pair in PLANNED[study]]
-    p = [line.p for line in lines]
+    p = [line.p if len(test) < 5 else line.p_equivalent for test, line in zip(PLANNED[study], lines)]
     return (
         p + compare.holm(p) + [value for line in lines for value in (line.p_signed_rank, line.p_equivalent)]
     )

@@ -29,7 +29,8 @@ import matplotlib.pyplot as plt  # noqa: E402
 LAB = Path(__file__).resolve().parent
 # In these csvs, `panel` is "GROUP INSTANCE": "GRPO 11" is GRPO on the eleventh draw.
 BY_INSTANCE = ("instances", "tasks", "stories", "baselines", "hypo", "controls", "sums", "gap")
-METRICS = {"stale": "curve", "controls": "curve", "figure7": "curve", "sums": "late", "gap": "late"}
+METRICS = {"stale": "curve", "controls": "curve", "rate": "curve", "figure7": "curve"}
+METRICS |= {"sums": "late", "gap": "late"}
 MARGIN = 0.05  # arms are on a par if two one-sided tests place their difference within ±MARGIN
 
 

@@ -3,7 +3,7 @@
     python paper/variants.py sampling grpo_humanline --k 16
     torchrun paper/variants.py cispo grpo_math_humanline --sample-every 64 --no-humanline --epsilon 1e9
 
-The first word is a variant: a name of VARIANTS, or trust-region. The second word is a script, without .py.
+The first word is a variant: a name of VARIANTS or OTHERS. The second word is a script, without .py.
 All other words are flags of the script. Everything else is the script's own. For example, the loss of GRPO
 stays a mean over the tokens of the batch, with its KL penalty, and without humanline the reference stays the
 policy that has sampled. Variants that bring their own bound need `--no-humanline`. For gspo, dppo and
@@ -23,7 +23,9 @@ from zlib import crc32
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import utils  # noqa: E402
@@ -302,6 +304,41 @@ def sync_after_update(script):
     script.clip_log_ratio = no_clipping
 
 
+# === The learning rate ===
+def vcpo_rate(script):
+    """Makes the learning rate of each update VCPO's: --lr times the root of the share of effective samples.
+
+    Source: 2602.17616, "ESS-guided step scaling". VCPO also has sequences' ratios as weights of the gradient
+    and a baseline of its own. They are left out here, where the loss is the script's.
+    """
+    if not hasattr(script, "grpo_loss"):
+        raise utils.InputError("vcpo-rate is for GRPO")
+    log_weights = []  # (B,) of each micro-batch of this rank and step
+    clip_log_ratio = script.clip_log_ratio
+
+    def collect_and_clip(args, log_ratio):
+        log_weights.append((log_ratio.detach().double() * LAST.mask).sum(-1))
+        return clip_log_ratio(args, log_ratio)
+
+    def scale(optimizer, *unused):
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, torch.cat(log_weights).tolist())
+        log_weights.clear()
+        share = effective_share(torch.tensor(sum(gathered, []), dtype=torch.float64))
+        for param_group in optimizer.param_groups:
+            param_group["lr"] *= share**0.5  # the script sets the rate anew before each update
+
+    script.clip_log_ratio = collect_and_clip
+    remember_micro_batches(script)
+    register_optimizer_step_pre_hook(scale)
+
+
+def effective_share(log_weights) -> float:
+    """Returns ESS / B = (Σ w)² / (B Σ w²), from the log-weights of a batch, (B,): 1 if all are equal."""
+    weights = (log_weights - log_weights.max()).exp()  # their scale cancels out
+    return (weights.sum() ** 2 / (weights**2).sum() / len(weights)).item()
+
+
 VARIANTS = {  # {name: {a function of the script: what replaces it}}
     "no-clipping": {"clip_log_ratio": no_clipping},
     "sampling": {"clip_log_ratio": humanline_sampling},
@@ -317,11 +354,12 @@ VARIANTS = {  # {name: {a function of the script: what replaces it}}
     "hypo": {"dpo_loss": hypo},
     "no-reference": {"grpo_loss": no_reference},
 }
+OTHERS = {"trust-region": sync_after_update, "vcpo-rate": vcpo_rate}  # {name: what changes the script}
 
 
 def main(words: list[str]):
     """Runs a script with a variant."""
-    names = ["trust-region", *VARIANTS]
+    names = [*OTHERS, *VARIANTS]
     if len(words) < 2 or words[0] not in names or not words[1].endswith("_humanline"):
         raise SystemExit(f"error: name a variant ({', '.join(names)}), then a script, without .py")
     name, script_name, *flags = words
@@ -330,8 +368,8 @@ def main(words: list[str]):
     script.__file__ = str(Path(script.__file__).with_stem(f"{name}-{script_name}"))
     with run.exit_on_input_error():
         LAST.args = parse_args(script, flags)
-        if name == "trust-region":
-            sync_after_update(script)
+        if name in OTHERS:
+            OTHERS[name](script)
         else:
             replace_functions(script, name)
         script.main(LAST.args)

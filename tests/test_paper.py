@@ -426,8 +426,31 @@ def test_hypo_counts_a_reference_that_prefers_the_rejected_completion_as_neutral
     assert torch.equal(variants.hypo(log_ratio, mask, beta), plain)  # an evaluation
 
 
-OTHERS = ("sampling", "oapl", "hypo")  # they have their own tests
-ON_POLICY = [name for name in VARIANTS if name not in OTHERS]
+def test_vcpo_multiplies_the_rate_by_the_root_of_the_share_of_effective_samples(batch, one_rank, monkeypatch):
+    """√((Σ w)² / (B Σ w²)), w: the product of a sequence's ratios. The batch comes in two micro-batches."""
+    log_ratio, mask, _ = batch
+    weight = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    monkeypatch.setattr(variants, "register_optimizer_step_pre_hook", optimizer.register_step_pre_hook)
+    copy = SimpleNamespace(**vars(script))
+    for name in ("pad_batch", "token_logps"):
+        monkeypatch.setattr(variants.utils, name, getattr(variants.utils, name))  # restored after the test
+    variants.vcpo_rate(copy)
+    for _ in range(2):  # a second step begins with no sequences of the first
+        for rows in (slice(0, 2), slice(2, None)):
+            monkeypatch.setattr(LAST, "mask", mask[rows])
+            copy.clip_log_ratio(SimpleNamespace(humanline=False), log_ratio[rows])
+        weight.grad = torch.ones_like(weight)
+        before = weight.item()
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.step()
+        w = np.exp((log_ratio * mask).numpy().sum(1))
+        assert before - weight.item() == pytest.approx(0.1 * w.sum() / np.sqrt(B * (w**2).sum()), rel=1e-12)
+    assert variants.effective_share(torch.tensor([700.0, 700, -700])) == pytest.approx(2 / 3)  # no overflow
+
+
+OWN_TESTS = ("sampling", "oapl", "hypo")
+ON_POLICY = [name for name in VARIANTS if name not in OWN_TESTS]
 
 
 @pytest.mark.parametrize("name", ON_POLICY)
@@ -515,7 +538,7 @@ def test_what_cannot_run_is_refused(monkeypatch):
         monkeypatch.setattr(module, "__file__", module.__file__)
     for words in ([], ["ppo", "grpo_humanline"], ["cispo", "cispo"]):
         with pytest.raises(
-            SystemExit, match=r"error: name a variant \(trust-region, no-clipping, sampling, clip-"
+            SystemExit, match=r"error: name a variant \(trust-region, vcpo-rate, no-clipping, sampling, clip-"
         ):
             variants.main(words)
     for name, script_name, function in (("cispo", "dpo", "grpo_loss"), ("hypo", "grpo", "dpo_loss")):
@@ -523,6 +546,8 @@ def test_what_cannot_run_is_refused(monkeypatch):
             SystemExit, match=f"error: {script_name}_humanline has no {function}, which {name}"
         ):
             variants.main([name, f"{script_name}_humanline"])
+    with pytest.raises(SystemExit, match="error: vcpo-rate is for GRPO"):
+        variants.main(["vcpo-rate", "kto_humanline"])
     for words in (["dpo_humanline", "--online"], ["grpo_math_humanline"]):
         with pytest.raises(SystemExit, match="error: trust-region is for offline data"):
             variants.main(["trust-region", *words, "--engine", "hf", "--num-steps", "1"])
@@ -579,6 +604,20 @@ def test_a_run_trains_with_the_variant(tmp_path):
     its_first, its_second = train("bapo", "grpo_math_humanline", tmp_path / "bapo", *flags)
     assert its_first["grad_norm"] == pytest.approx(first["grad_norm"])
     assert its_second["grad_norm"] != pytest.approx(second["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_vcpo_slows_old_samples_by_as_much_on_two_ranks(tmp_path):
+    flags = ["--no-humanline", "--engine", "hf", "--num-steps", "3", "--sample-every", "3", "--lr", "3e-3"]
+    flags += ["--warmup-fraction", "0", "--eval-samples", "0", "--checkpoint-every", "0", "--epsilon", "1e9"]
+    flags += ["--max-new-tokens", "32"]
+    plain = metrics(run_here(script, *flags, "--output-dir", tmp_path / "grpo"))
+    slowed = train("vcpo-rate", "grpo_math_humanline", tmp_path / "one", *flags)
+    moved = "humanline/log_ratio_abs_mean"  # the first update has the full rate
+    assert slowed[1][moved] == pytest.approx(plain[1][moved]) and slowed[2][moved] < 0.99 * plain[2][moved]
+    runs = [[*flags, "--output-dir", str(tmp_path / "two")]]
+    run_ranks(2, runs, partial(run_variant, "vcpo-rate"), "grpo_math_humanline")
+    assert metrics(tmp_path / "two")[2][moved] == pytest.approx(slowed[2][moved], rel=1e-3)
 
 
 @pytest.mark.slow
