@@ -306,30 +306,36 @@ def sync_after_update(script):
 
 # === The learning rate ===
 def vcpo_rate(script):
-    """Makes the learning rate of each update VCPO's: --lr times the root of the share of effective samples.
+    """Makes the learning rate of each update VCPO's: --lr times √(ESS / B), from the weights of B sequences.
 
-    Source: 2602.17616, "ESS-guided step scaling". VCPO also has sequences' ratios as weights of the gradient
-    and a baseline of its own. They are left out here, where the loss is the script's.
+    Source: 2602.17616, "ESS-guided step scaling". A sequence's weight is the product of its ratios π_θ/π_ref.
+    It needs `--no-humanline`, so that the reference is the policy that has sampled. VCPO also multiplies
+    gradients by these weights and has a baseline of its own. They are left out: the loss is the script's. Its
+    code adds 1e-8 to Σ w², which lowers the rate further where all weights are tiny.
     """
     if not hasattr(script, "grpo_loss"):
         raise utils.InputError("vcpo-rate is for GRPO")
-    log_weights = []  # (B,) of each micro-batch of this rank and step
-    clip_log_ratio = script.clip_log_ratio
+    log_weights = []  # of the sequences of this rank and step
+    rate = {}  # of the last update
+    clip_log_ratio, perf_metrics = script.clip_log_ratio, run.perf_metrics
 
     def collect_and_clip(args, log_ratio):
-        log_weights.append((log_ratio.detach().double() * LAST.mask).sum(-1))
+        log_weights.extend(log_ratio.detach().double().sum(-1).tolist())
         return clip_log_ratio(args, log_ratio)
 
     def scale(optimizer, *unused):
+        if not log_weights:  # torch's own step, which creates Adam's moments for a resume
+            return
         gathered = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, torch.cat(log_weights).tolist())
+        dist.all_gather_object(gathered, log_weights)
         log_weights.clear()
         share = effective_share(torch.tensor(sum(gathered, []), dtype=torch.float64))
         for param_group in optimizer.param_groups:
             param_group["lr"] *= share**0.5  # the script sets the rate anew before each update
+        rate.update({"lr": param_group["lr"], "vcpo/effective_share": share})
 
     script.clip_log_ratio = collect_and_clip
-    remember_micro_batches(script)
+    run.perf_metrics = lambda *arguments: perf_metrics(*arguments) | rate  # the last metrics of a step
     register_optimizer_step_pre_hook(scale)
 
 

@@ -427,25 +427,25 @@ def test_hypo_counts_a_reference_that_prefers_the_rejected_completion_as_neutral
 
 
 def test_vcpo_multiplies_the_rate_by_the_root_of_the_share_of_effective_samples(batch, one_rank, monkeypatch):
-    """√((Σ w)² / (B Σ w²)), w: the product of a sequence's ratios. The batch comes in two micro-batches."""
-    log_ratio, mask, _ = batch
+    """√((Σ w)² / (B Σ w²)), w: the product of a sequence's ratios. A batch comes in two micro-batches."""
     weight = torch.ones(1, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
     monkeypatch.setattr(variants, "register_optimizer_step_pre_hook", optimizer.register_step_pre_hook)
+    monkeypatch.setattr(variants.run, "perf_metrics", dict)
     copy = SimpleNamespace(**vars(script))
-    for name in ("pad_batch", "token_logps"):
-        monkeypatch.setattr(variants.utils, name, getattr(variants.utils, name))  # restored after the test
     variants.vcpo_rate(copy)
-    for _ in range(2):  # a second step begins with no sequences of the first
+    for log_ratio in (batch[0], 2 * batch[0][:3]):  # the second batch has no sequences of the first
         for rows in (slice(0, 2), slice(2, None)):
-            monkeypatch.setattr(LAST, "mask", mask[rows])
             copy.clip_log_ratio(SimpleNamespace(humanline=False), log_ratio[rows])
         weight.grad = torch.ones_like(weight)
         before = weight.item()
         optimizer.param_groups[0]["lr"] = 0.1
         optimizer.step()
-        w = np.exp((log_ratio * mask).numpy().sum(1))
-        assert before - weight.item() == pytest.approx(0.1 * w.sum() / np.sqrt(B * (w**2).sum()), rel=1e-12)
+        w = np.exp(log_ratio.numpy().sum(1))
+        share = w.sum() ** 2 / (len(w) * (w**2).sum())
+        assert before - weight.item() == pytest.approx(0.1 * np.sqrt(share), rel=1e-12)
+        found = {"lr": before - weight.item(), "vcpo/effective_share": share}
+        assert variants.run.perf_metrics() == pytest.approx(found, rel=1e-12)
     assert variants.effective_share(torch.tensor([700.0, 700, -700])) == pytest.approx(2 / 3)  # no overflow
 
 
@@ -607,17 +607,21 @@ def test_a_run_trains_with_the_variant(tmp_path):
 
 
 @pytest.mark.slow
-def test_vcpo_slows_old_samples_by_as_much_on_two_ranks(tmp_path):
-    flags = ["--no-humanline", "--engine", "hf", "--num-steps", "3", "--sample-every", "3", "--lr", "3e-3"]
-    flags += ["--warmup-fraction", "0", "--eval-samples", "0", "--checkpoint-every", "0", "--epsilon", "1e9"]
+def test_vcpo_slows_old_samples_by_as_much_on_two_ranks_and_after_a_resume(tmp_path):
+    flags = ["--no-humanline", "--engine", "hf", "--num-steps", "4", "--sample-every", "4", "--lr", "3e-3"]
+    flags += ["--warmup-fraction", "0", "--eval-samples", "0", "--checkpoint-every", "4", "--epsilon", "1e9"]
     flags += ["--max-new-tokens", "32"]
-    plain = metrics(run_here(script, *flags, "--output-dir", tmp_path / "grpo"))
-    slowed = train("vcpo-rate", "grpo_math_humanline", tmp_path / "one", *flags)
-    moved = "humanline/log_ratio_abs_mean"  # the first update has the full rate
-    assert slowed[1][moved] == pytest.approx(plain[1][moved]) and slowed[2][moved] < 0.99 * plain[2][moved]
-    runs = [[*flags, "--output-dir", str(tmp_path / "two")]]
-    run_ranks(2, runs, partial(run_variant, "vcpo-rate"), "grpo_math_humanline")
-    assert metrics(tmp_path / "two")[2][moved] == pytest.approx(slowed[2][moved], rel=1e-3)
+    steps = train("vcpo-rate", "grpo_math_humanline", tmp_path / "one", *flags)
+    rates = [step["lr"] for step in steps]
+    assert rates[0] == 3e-3 and max(rates[1:]) < 2.99e-3  # the first step's samples are fresh
+    assert rates == pytest.approx([3e-3 * step["vcpo/effective_share"] ** 0.5 for step in steps])
+    worker = partial(run_variant, "vcpo-rate")
+    run_ranks(2, [[*flags, "--output-dir", str(tmp_path / "two")]], worker, "grpo_math_humanline")
+    assert [step["lr"] for step in metrics(tmp_path / "two")] == pytest.approx(rates, rel=1e-3)
+    resume = ["--resume", str(tmp_path / "one"), "--num-steps", "6"]
+    run_ranks(1, [resume], worker, "grpo_math_humanline")
+    *_, fresh, old = metrics(tmp_path / "one")
+    assert fresh["lr"] == 3e-3 and old["lr"] == pytest.approx(3e-3 * old["vcpo/effective_share"] ** 0.5)
 
 
 @pytest.mark.slow
