@@ -185,8 +185,6 @@ def load_checkpoint(args, folder: Path, policy, reference, optimizer, groups: li
     for group, saved in zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
         for name in saved.keys() - ADAMW_SETTINGS:
             group[name] = saved[name]
-    if len(set(run.gather(progress.step))) > 1:
-        raise InputError(f"the ranks read different steps from {checkpoints[0]}")
     if progress.data_hash != data_hash:
         raise InputError("--resume: the rows of --dataset or their tokens have changed since the checkpoint")
     run.print_main(f"{progress.step} steps are done: resumes from {checkpoints[0]}")

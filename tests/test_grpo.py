@@ -243,17 +243,8 @@ def test_the_logged_loss_is_the_sum_that_backward_got(data, tmp_path, monkeypatc
 
 def test_a_round_whose_rewards_are_all_equal_ends_the_run(data, tmp_path, monkeypatch):
     monkeypatch.setattr(grpo_humanline, "SCORE", lambda samples: [1.0] * len(samples))
-    flags = [
-        *ONLINE,
-        "--eval-samples",
-        "0",
-        "--reward-model",
-        "",
-        "--group-size",
-        "4",
-        "--dataset",
-        data["prompts"],
-    ]
+    flags = [*ONLINE, "--eval-samples", "0", "--dataset", data["prompts"]]
+    flags += ["--reward-model", "", "--group-size", "4"]
     with pytest.raises(SystemExit, match="no prompt's rewards differ"):
         run_here(grpo_humanline, *flags, "--output-dir", tmp_path / "run")
 

@@ -20,7 +20,7 @@ from helpers import (
 from transformers import AutoModelForCausalLM
 
 import grpo_math_humanline
-from grpo_math_humanline import format_reward, group_advantages, tag_count_reward
+from grpo_math_humanline import group_advantages
 from utils import Example, pad_batch
 
 SCRIPT = "grpo_math_humanline"
@@ -103,20 +103,10 @@ def test_the_reference_follows_k_or_is_the_policy_at_sampling_time(runs, variant
 @pytest.mark.slow
 def test_every_s_draws_the_same_problems_in_the_same_order(data, tmp_path):
     flags = [*RUN, "--eval-samples", "0", "--checkpoint-every", "1", "--keep-checkpoints", "0"]
+    flags += ["--dataset", data, "--num-steps", "4"]
     for s in ("2", "4"):
         folder = tmp_path / s
-        run_here(
-            grpo_math_humanline,
-            *flags,
-            "--dataset",
-            data,
-            "--num-steps",
-            "4",
-            "--sample-every",
-            s,
-            "--output-dir",
-            folder,
-        )
+        run_here(grpo_math_humanline, *flags, "--sample-every", s, "--output-dir", folder)
 
     def waiting(s, step):
         return [example.prompt for group in read_pool(tmp_path / s, step) for example in group]
@@ -168,18 +158,6 @@ def test_evaluation_is_pass_at_1_over_problems(runs, folder):
     assert set(summary["after"]) == {f"eval/{name}" for name in names}
     means = {name: summary["after"][f"eval/{name}"][0] for name in names}
     assert means["reward"] == pytest.approx(8 * means["accuracy"] + means["format"] + means["tag_count"])
-
-
-# === Rewards ===
-
-
-def test_rewards_of_the_format():
-    right = "<think>\n1 + 1\n</think>\n<answer>\n2\n</answer>"
-    assert (format_reward(right), tag_count_reward(right)) == (1, 1)
-    missing = right.removesuffix("\n</answer>")
-    assert (format_reward(missing), tag_count_reward(missing)) == (0, 3 / 4)
-    twice = right + "\n<answer>\n3\n</answer>"
-    assert tag_count_reward(twice) == 2 / 4
 
 
 def test_problems_without_a_gold_answer_are_left_out_and_counted(tmp_path, capsys):

@@ -58,19 +58,15 @@ def check(script, *flags):
     ("script", "flags", "said"),
     [
         (dpo_humanline, ["--k", "-1"], "--k -1: it must be at least 0"),
-        (grpo_humanline, ["--epsilon", "-0.1"], "--epsilon -0.1: it must be at least 0"),
         (grpo_math_humanline, ["--group-size", "1"], "--group-size 1: it must be at least 2"),
         (
             grpo_math_humanline,
             ["--temperature", "0"],
             "--temperature 0: for greedy sampling pass --top-p 1e-9",
         ),
-        (grpo_math_humanline, ["--sample-every", "0"], "--sample-every 0: it must be at least 1"),
         (dpo_humanline, ["--vllm-tensor-parallel", "2"], "--vllm-tensor-parallel 2 must divide the 1 ranks"),
-        (grpo_math_humanline, ["--keep-checkpoints", "-2"], "--keep-checkpoints -2"),
         (dpo_humanline, ["--max-grad-norm", "0"], "would make every gradient 0; inf: no clipping"),
         (kto_humanline, ["--log-epsilon-P", "0.5"], "--log-epsilon-P must be negative and"),
-        (dpo_humanline, ["--log-epsilon-R", "nan"], "--log-epsilon-P must be negative and"),
         (dpo_humanline, ["--model", "gpt2"], "--model gpt2 needs a --dataset"),
         (
             grpo_humanline,
@@ -80,10 +76,8 @@ def check(script, *flags):
         (grpo_humanline, ["--batch-size", "30", "--group-size", "4"], "must be a multiple of --group-size 4"),
         (dpo_humanline, ["--output-dir", "USED"], "holds a run; to resume it, pass it as --resume"),
         (dpo_humanline, ["--resume", "USED/final"], "no args.json; pass the folder of a run"),
-        (dpo_humanline, ["--resume", "absent"], "--resume absent: no args.json; pass the folder of a run"),
         (kto_humanline, ["--resume", "USED"], "it is not a run of kto_humanline.py"),
         (dpo_humanline, ["--resume", "USED", "--seed", "7"], "--resume cannot change seed"),
-        (dpo_humanline, ["--resume", "USED", "--output-dir", "x"], "--resume cannot change output_dir"),
     ],
 )
 def test_a_common_mistake_in_the_flags_is_one_line_before_anything_is_loaded(script, flags, said, tmp_path):
@@ -148,11 +142,6 @@ def test_bad_input_is_one_line_without_a_traceback(tmp_path):
         ended.returncode == 1 and ended.stderr.startswith(f"error: {path}") and ended.stderr.count("\n") == 1
     )
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_loss_that_is_not_finite_ends_the_run_with_advice(tmp_path):
-    flags = [*SHORT, "--eval-dataset", "", "--lr", "1e30", "--warmup-fraction", "0", "--num-steps", "40"]
-    assert "; lower --lr" in refused([*flags, "--output-dir", str(tmp_path / "run")])
 
 
 def test_a_model_that_is_not_there_names_its_flag(tmp_path):

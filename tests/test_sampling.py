@@ -67,12 +67,6 @@ def test_rewards_keep_their_digits_and_order_in_any_container(name):
     assert not rewards.requires_grad and rewards.device == CPU
 
 
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "int64", "bfloat16", "float16"])
-def test_rewards_of_any_dtype_become_float64(dtype):
-    values = torch.tensor([1, 0, 1]).to(getattr(torch, dtype))
-    assert sampling.as_rewards(values, 3).tolist() == [1, 0, 1]
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -87,12 +81,6 @@ def test_rewards_of_any_dtype_become_float64(dtype):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_rewards_that_are_not_one_finite_number_for_each_sample_are_refused(values):
     with pytest.raises(InputError, match="the rewards must be 3 finite numbers"):
-        sampling.as_rewards(values, 3)
-
-
-@pytest.mark.parametrize("values", [None, 1.0, [1.0, None, 1.0], ["high", "low", "low"], [1 + 2j, 1, 1]])
-def test_what_is_no_list_of_numbers_keeps_pythons_error(values):
-    with pytest.raises((TypeError, ValueError)):
         sampling.as_rewards(values, 3)
 
 

@@ -104,12 +104,8 @@ def test_the_estimate_is_the_measured_peak(tmp_path):
     AutoTokenizer.from_pretrained(TOY / "policy").save_pretrained(tmp_path / "model")
     words = {"prompt": (61, "rose"), "chosen": (100, "ivy"), "rejected": (100, "holly")}
     row = {column: " ".join([word] * count) for column, (count, word) in words.items()}
-    common = [
-        "--dataset",
-        write_rows(tmp_path / "pairs.jsonl", [row] * 8),
-        "--num-steps=2",
-        "--dtype=float32",
-    ]
+    common = ["--dataset", write_rows(tmp_path / "pairs.jsonl", [row] * 8)]
+    common += ["--num-steps=2", "--dtype=float32"]
     common += ["--max-length=128", "--max-prompt-length=64", "--max-new-tokens=64", "--checkpoint-every=0"]
     common += ["--batch-size=8", "--gradient-checkpointing"]
     runs = [[*common, "--model", f"{TOY}/policy", "--output-dir", f"{tmp_path}/first"]]

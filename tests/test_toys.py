@@ -40,24 +40,6 @@ def test_the_scores_of_the_committed_pairs_are_the_judges(name):
         assert row["prompt"] in TASKS[name].prompts()
 
 
-def test_the_hidden_taste_is_that_of_a_kind_and_another_one_for_each_seed():
-    tastes = [
-        make.hidden_taste({"folk": "cook baker", "child": "boy"}, ["ivy", "rose"], seed) for seed in (0, 1)
-    ]
-    for taste in tastes:
-        assert taste["cook"] == taste["baker"] != taste["boy"] and taste["boy"].keys() == {"ivy", "rose"}
-        assert all(-1 <= value <= 1 for of_name in taste.values() for value in of_name.values())
-    assert tastes[0] != tastes[1]
-
-
-def test_another_instance_has_another_seed_and_judge():
-    tale = ("about cat", "the old cat sees the red dog slowly .")
-    first, other = make.another_instance(0), make.another_instance(3)
-    assert first.taste == make.TALE_TASTE and first.judge(*tale) == make.judge_tale(*tale)
-    assert other.seed == 3 and other.judge(*tale) == make.judge_tale(*tale, taste=other.taste)
-    assert other.judge(*tale) != first.judge(*tale)
-
-
 def test_a_shell_game_is_won_by_a_finished_solution_with_the_last_place():
     assert make.follow_ball("2 45 15 34 24 45") == ["2", "2", "2", "4", "5"]
     work = "<think>\n2 2 2 4 5\n</think>\n<answer>\n{}\n</answer>"
