@@ -56,7 +56,7 @@ class Args:
     # algorithm
     beta: float = 1e-4  # weight of the KL penalty (authors' code)
     # The ratio is clipped to 1 ± ε (TRL's default). 1e9: no clip, the control to compare humanline with, and
-    # ahead of it on six games (docs/grpo_math.md).
+    # ahead of it in shell games at two rates (docs/grpo_math.md).
     epsilon: float = 0.2
     group_size: int = 8  # samples per problem (G) (Table 2)
     sample_every: int = 64  # optimizer steps between rounds of sampling (S); 1: online (Figure 7: 1 and 64)

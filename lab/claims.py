@@ -352,27 +352,26 @@ def seeds_without_a_clip() -> list[str]:
     return written(2, *sorted(games_at_a_high_rate()["no clip"]))
 
 
-def ends_at_a_high_rate() -> list[str]:
-    """Returns where runs at three times the best rate end: no clip's, clipping alone's, and means.
+def tests_of_rate() -> list[str]:
+    """Returns Holm's p-values of the five tests that are no powers of ten."""
+    corrected = p_values("rate")[len(PLANNED["rate"]) :][: len(PLANNED["rate"])]
+    return [*written(2, *corrected[1:4]), *written(3, corrected[4])]
 
-    Humanline and syncing alone have the same mean, but the reported runs of the latter do not repeat it.
-    """
-    rows = read("controls", "tuning")
-    ends = rows[rows.lr == 3e-4].pivot_table("eval/accuracy", "seed", "arm")
-    means = ends[["humanline, k=16", "syncing alone, k=16"]].mean()
-    assert [*written(2, means.iloc[0])] == written(2, means.iloc[1])  # the page says it once
-    rows = read("controls").query("arm == 'syncing alone, k=16' and instance == '0'")
-    means = means.iloc[0], rows["eval/accuracy"].mean()
-    return written(2, *sorted(ends["no clip"]), *sorted(ends["clipping alone"]), *means)
+
+def untuned_leads() -> list[str]:
+    """Returns by how much humanline was behind no clip in games, and behind syncing alone in DPO."""
+    tests = PLANNED["rate"][0], PLANNED["rate"][4]
+    return written(2, *[-compare.difference("rate", *test).mean for test in tests])
 
 
 def games_at_two_rates() -> list[str]:
-    """Returns by how much no clip's score of `rate` is higher at 3e-4 than at 1e-4."""
+    """Returns how much more no clip of `rate` scores at 3e-4 than at 1e-4, and how much less at the end."""
     low, high = (scores("rate", f"game, lr {rate}") for rate in ("1e-4", "3e-4"))
+    ends = [scores("rate", f"game, lr {rate}", "eval/accuracy")["no clip"] for rate in ("1e-4", "3e-4")]
+    more, less = high["no clip"] - low["no clip"], ends[0] - ends[1]
     behind = [(table["humanline"] < table["no clip"]).sum() for table in (low, high)]
-    more = high["no clip"] - low["no clip"]
-    assert behind == [9, 10] and (more > 0).sum() == 9  # the page says so
-    return written(3, more.mean())
+    assert behind == [9, 10] and (more > 0).sum() == (less > 0).sum() == 9  # the page says so
+    return written(3, more.mean(), less.mean())
 
 
 def recovered_accuracy() -> list[str]:
@@ -563,7 +562,6 @@ CLAIMS = [
     Claim(RESULTS, "controls.csv", end_behind_no_clip),
     Claim(RESULTS, "sums.csv", lambda: written(2, p_values("sums")[5])),
     Claim(RESULTS, "sums.csv, gap.csv", cost_at_step_32),
-    Claim(RESULTS, "controls.csv, the tuning", ends_at_a_high_rate),
     Claim(RESULTS, "controls.csv", lambda: recovered_accuracy()[2:]),
     Claim(FIRST, "chat.csv", chat_of_polite_pairs),
     Claim(FIRST, "first_run.csv", ten_steps_of_dpo),
@@ -586,6 +584,9 @@ CLAIMS = [
     Claim(CONTROLS, "controls.csv", recovered_accuracy),
     Claim(CONTROLS, "controls.csv", largest_fall),
     Claim("lab/rate/README.md", "rate.csv", games_at_two_rates),
+    Claim("lab/rate/README.md", "rate.csv", tests_of_rate),
+    Claim(RESULTS, "rate.csv", tests_of_rate),
+    Claim("README.md", "rate.csv", untuned_leads),
     Claim("lab/time/README.md", "time.csv", times),
 ]
 
