@@ -309,12 +309,12 @@ def vcpo_rate(script):
     """Makes the learning rate of each update VCPO's: --lr times √(ESS / B), from the weights of B sequences.
 
     Source: 2602.17616, "ESS-guided step scaling". A sequence's weight is the product of its ratios π_θ/π_ref.
-    It needs `--no-humanline`, so that the reference is the policy that has sampled. VCPO also multiplies
+    Without humanline, the reference is the policy that has sampled the round. VCPO also multiplies
     gradients by these weights and has a baseline of its own. They are left out: the loss is the script's. Its
     code adds 1e-8 to Σ w², which lowers the rate further where all weights are tiny.
     """
-    if not hasattr(script, "grpo_loss"):
-        raise utils.InputError("vcpo-rate is for GRPO")
+    if not hasattr(script, "grpo_loss") or LAST.args.humanline:
+        raise utils.InputError("vcpo-rate is for GRPO with --no-humanline")
     log_weights = []  # of the sequences of this rank and step
     rate = {}  # of the last update
     clip_log_ratio, perf_metrics = script.clip_log_ratio, run.perf_metrics

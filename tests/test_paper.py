@@ -432,11 +432,12 @@ def test_vcpo_multiplies_the_rate_by_the_root_of_the_share_of_effective_samples(
     optimizer = torch.optim.SGD([weight], lr=0.1)
     monkeypatch.setattr(variants, "register_optimizer_step_pre_hook", optimizer.register_step_pre_hook)
     monkeypatch.setattr(variants.run, "perf_metrics", dict)
+    monkeypatch.setattr(LAST, "args", SimpleNamespace(humanline=False))
     copy = SimpleNamespace(**vars(script))
     variants.vcpo_rate(copy)
     for log_ratio in (batch[0], 2 * batch[0][:3]):  # the second batch has no sequences of the first
         for rows in (slice(0, 2), slice(2, None)):
-            copy.clip_log_ratio(SimpleNamespace(humanline=False), log_ratio[rows])
+            copy.clip_log_ratio(LAST.args, log_ratio[rows])
         weight.grad = torch.ones_like(weight)
         before = weight.item()
         optimizer.param_groups[0]["lr"] = 0.1
@@ -546,8 +547,9 @@ def test_what_cannot_run_is_refused(monkeypatch):
             SystemExit, match=f"error: {script_name}_humanline has no {function}, which {name}"
         ):
             variants.main([name, f"{script_name}_humanline"])
-    with pytest.raises(SystemExit, match="error: vcpo-rate is for GRPO"):
-        variants.main(["vcpo-rate", "kto_humanline"])
+    for words in (["kto_humanline", "--no-humanline"], ["grpo_math_humanline"]):
+        with pytest.raises(SystemExit, match="error: vcpo-rate is for GRPO with --no-humanline"):
+            variants.main(["vcpo-rate", *words])
     for words in (["dpo_humanline", "--online"], ["grpo_math_humanline"]):
         with pytest.raises(SystemExit, match="error: trust-region is for offline data"):
             variants.main(["trust-region", *words, "--engine", "hf", "--num-steps", "1"])

@@ -67,6 +67,7 @@ def check(script, *flags):
         (dpo_humanline, ["--vllm-tensor-parallel", "2"], "--vllm-tensor-parallel 2 must divide the 1 ranks"),
         (dpo_humanline, ["--max-grad-norm", "0"], "would make every gradient 0; inf: no clipping"),
         (kto_humanline, ["--log-epsilon-P", "0.5"], "--log-epsilon-P must be negative and"),
+        (dpo_humanline, ["--log-epsilon-R", "nan"], "--log-epsilon-P must be negative and"),
         (dpo_humanline, ["--model", "gpt2"], "--model gpt2 needs a --dataset"),
         (
             grpo_humanline,

@@ -39,6 +39,12 @@ def read(name: str) -> str:
     return (ROOT / f"{name}.py").read_text()
 
 
+@pytest.mark.parametrize("name", ALL_SCRIPTS)
+def test_grep_finds_the_two_lines_of_the_paper(name):
+    """docs/dpo.md has the command."""
+    assert read(name).count("# humanline clipping") == read(name).count("# humanline syncing") == 1
+
+
 def test_functions_of_one_name_are_the_same_in_all_scripts():
     first = {}  # {name: (script, source)}
     for script in ALL_SCRIPTS:
