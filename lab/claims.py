@@ -500,7 +500,7 @@ def ten_steps_of_dpo() -> list[str]:
 
 
 def ends_of_the_first_command() -> list[str]:
-    """Returns the least and the largest reward of README's command, three seeds."""
+    """Returns the least and the largest reward of README's command, three seeds and two processors."""
     rows = pd.read_csv(path_of("first_run")).query("metric == 'eval/reward'")
     after = rows[rows.command.str.startswith("torchrun grpo_humanline.py --k 16")].after
     return written(2, after.min(), after.max())
@@ -550,6 +550,7 @@ CONTROLS = "lab/controls/README.md"
 CLAIMS = [
     Claim("README.md", "baselines.csv, controls.csv", lambda: signed_sentences()[:4]),
     Claim("README.md", "real_run.csv", first_and_last_accuracy),
+    Claim("README.md", "first_run.csv", ends_of_the_first_command),
     Claim(RESULTS, "baselines.csv, controls.csv", signed_sentences),
     Claim(RESULTS, "differences.csv", largest_share_of_the_clip),
     Claim(RESULTS, "the csvs of differences.csv", shares_that_the_clip_met),
