@@ -145,7 +145,7 @@ def p_values(study: str) -> list[float]:
     """Returns the p-values of the planned tests, with and without Holm's correction, or those of a figure."""
     if study not in PLANNED:
         return against_the_first(study) if study in MINIATURES else []
-    lines = [compare.difference(study, *pair) for pair in PLANNED[study]]
+    lines = [compare.difference(study, *test) for test in PLANNED[study]]
     p = [line.p if len(test) < 5 else line.p_equivalent for test, line in zip(PLANNED[study], lines)]
     return (
         p + compare.holm(p) + [value for line in lines for value in (line.p_signed_rank, line.p_equivalent)]

@@ -309,9 +309,9 @@ def vcpo_rate(script):
     """Makes the learning rate of each update VCPO's: --lr times √(ESS / B), from the weights of B sequences.
 
     Source: 2602.17616, "ESS-guided step scaling". A sequence's weight is the product of its ratios π_θ/π_ref.
-    Without humanline, the reference is the policy that has sampled the round. VCPO also multiplies
-    gradients by these weights and has a baseline of its own. They are left out: the loss is the script's. Its
-    code adds 1e-8 to Σ w², which lowers the rate further where all weights are tiny.
+    Without humanline, the reference is the policy that has sampled the round. VCPO also multiplies gradients
+    by these weights and has a baseline of its own. This variant has neither: its loss is the script's.
+    VCPO's code adds 1e-8 to Σ w², which lowers the rate further where all weights are tiny.
     """
     if not hasattr(script, "grpo_loss") or LAST.args.humanline:
         raise utils.InputError("vcpo-rate is for GRPO with --no-humanline")
