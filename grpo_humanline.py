@@ -15,8 +15,7 @@ Where the paper's C.1.4, and this file, depart from its equation 1:
       the penalty, equation 1 uses a fixed policy.
 Differences from the paper and the authors' code (docs/grpo.md):
     - Advantages divide by the std with correction=0, and nothing is added to it. The authors' code adds 0.01.
-    - A group of more than 2 completions whose rewards all differ by less than --reward-threshold gets
-      advantages of 0.
+    - A prompt whose rewards differ by less than --reward-threshold gives no group, of whatever size.
     - Gradients are clipped by their global norm. In the authors' code each rank uses the norm of its shards.
 
 Notation: B sequences of T tokens; log-probs in nats; a mask is 1 at completion tokens and 0 elsewhere. A
@@ -29,7 +28,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -99,9 +98,8 @@ class Args:
     # Samples per prompt, of which the best and the worst form a group (Table 1). Groups larger than 2 use
     # --group-size instead.
     samples_per_prompt: int = 8
-    # τ (Table 1): minimum difference between the highest and the lowest reward of a prompt. Below it, the
-    # prompt gives no pair, and a larger group gets advantages of 0. Rows with chosen and rejected are not
-    # tested.
+    # τ (Table 1): minimum difference between the highest and the lowest reward of a prompt; below it, the
+    # prompt gives no group
     reward_threshold: float = 0.01
     # sampling
 
@@ -117,7 +115,7 @@ class Args:
     seed: int = 1  # seed of data order and sampling
     output_dir: str = ""  # run folder; empty: runs/<script>__<seed>__<time>
     resume: str = ""  # run folder to resume; most flags given with it override the run's settings
-    checkpoint_every: int = 100  # steps between checkpoints; 0: only one, at the end or if a run ends early
+    checkpoint_every: int = 100  # steps between checkpoints; 0: only one, at the end or after a signal
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     eval_every: int = 0  # steps between evaluations; 0: only before and after training
     eval_samples: int = 256  # held-out rows whose prompts are sampled, from the first on; 0: none
@@ -138,6 +136,8 @@ TOY = dict(
     eval_dataset=f"{FOLDER}/preferences_test.jsonl.gz",
     dtype="float64",  # results agree to 1e-5 for any number of ranks and micro-batches
     num_steps=320,
+    max_prompt_length=64,
+    max_length=128,  # the positions of its models
     lr=3e-4,
     k=32,
     max_new_tokens=64,
@@ -177,16 +177,13 @@ def k3(log_ratio):
 def group_advantages(rewards):
     """Computes equation 1's advantages within each group, (R - mean) / std, with the population's std.
 
-    In a group of equal rewards they are 0. For Dr. GRPO, return `centered`, and divide the losses in `main`
-    by a constant instead of `completion_tokens`.
+    For Dr. GRPO, return `centered`, and divide the losses in `main` by a constant instead of
+    `completion_tokens`.
 
-    rewards: (groups, G).
+    rewards: (groups, G), which differ within a group (`make_group`).
     """
     centered = rewards - rewards.mean(1, keepdim=True)
-    std = rewards.std(1, correction=0, keepdim=True)  # (groups, 1)
-    # Not std == 0: the mean is rounded, so the std of equal rewards can be 1e-17.
-    spread = rewards.amax(1, keepdim=True) - rewards.amin(1, keepdim=True)
-    return torch.where(spread == 0, 0.0, centered / std)
+    return centered / rewards.std(1, correction=0, keepdim=True)
 
 
 def clip_log_ratio(args, log_ratio):
@@ -210,19 +207,15 @@ def sync_reference(reference, policy):
 
 # === Training ===
 def main(args: Args):
-    # Checks the flags, starts the process group, and replaces --dtype auto in args.
-    rank, world, device = run.setup(args, args.batch_size, SCORE)
+    rank, world, device = run.setup(args)  # also replaces --dtype auto in args
 
     # The data is read before the models, so that errors in it appear before minutes of loading.
     tokenizer, eos_ids = data.load_tokenizer(args)
     groups, held_out = load_data(args, tokenizer, eos_ids)
     groups_per_step = args.batch_size // args.group_size
-    # tokens of the longest training sequence or sample
-    longest = data.longest_sequence(args, groups + held_out)
-    policy, reference = load_models(args, device, longest)
-    # For online rounds and for evaluation. It loads the reward model now, and its engine with the first
-    # samples.
-    sampler = sampling.Sampler(args, tokenizer, eos_ids, device, longest, SCORE)
+    # for online rounds and for evaluations; its engine starts with the first samples
+    sampler = sampling.Sampler(args, tokenizer, eos_ids, device, SCORE)
+    policy, reference = load_models(args, device)
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=args.lr,
@@ -234,113 +227,101 @@ def main(args: Args):
 
     output_dir = run.open_folder(args, __file__)
     run.print_plan(args, output_dir, policy, tokenizer, groups, groups_per_step)
-    # The evaluation of the initial policy is the baseline of every later one, also of a resumed run. It must
-    # come before the checkpoint is loaded, because the sampler keeps the initial weights for eval/kl.
-    before = evaluate(args, policy, reference, sampler, held_out)
-    # progress: the steps and rounds that are done, and the pool, which holds groups that were sampled but not
-    # yet used. Checkpoints hold it. A new run has no checkpoint and starts at step 0. A resume on other data
-    # than `groups` is refused.
-    progress = checkpoint.load_checkpoint(args, output_dir, policy, reference, optimizer, groups)
-    # after the load, so that a failed resume leaves args.json as it was
-    run.save_args(args, output_dir, __file__)
-    log = run.Log(args, output_dir, progress.step, before)
+    # The initial policy is the baseline of all evaluations, also of a resumed run. So it is evaluated, and
+    # its weights are copied for eval/kl, before a checkpoint is loaded.
+    initial_weights = sampling.copy_weights(reference) if held_out else []
+    before = evaluate(args, policy, reference, initial_weights, sampler, held_out)
+    # The steps and rounds that are done, and the pool of groups that were sampled but not yet used.
+    progress = checkpoint.load_checkpoint(output_dir, policy, reference, optimizer)
+    shown = ["eval/accuracy", "rollout/reward_mean", "logps/chosen", "logps/rejected"]
+    log = run.Log(args, __file__, output_dir, progress.step, before, shown)
+    signals = run.Signals()
 
-    # Whatever ends the loop, the last completed step is saved, unless the optimizer was changing the weights:
-    # then `progress.step` is None.
-    with checkpoint.save_at_exit(args, output_dir, policy, reference, optimizer, progress) as end_step:
-        for step in range(progress.step, args.num_steps):
-            metrics = {"step": step}
-            if step > 0 and args.eval_every and step % args.eval_every == 0:
-                evaluation = evaluate(args, policy, reference, sampler, held_out, before)
-                metrics |= log.write_evaluation(step, evaluation)
-            started = time.perf_counter()
+    for step in range(progress.step, args.num_steps):
+        metrics = {"step": step}
+        if step > 0 and args.eval_every and step % args.eval_every == 0:
+            evaluation = evaluate(args, policy, reference, initial_weights, sampler, held_out, before)
+            metrics |= log.write_evaluation(step, evaluation)
+        started = time.perf_counter()
 
-            # The global batch, the same on all ranks: groups of the data set or, online, groups of samples.
-            if not args.online:
-                batch = draw_batch(groups, step, groups_per_step, args.seed)
-            else:
-                # A round usually gives several batches. The groups that this step does not use wait in the
-                # pool, even if a new round is drawn and the reference synced before they are used.
-                while len(progress.pool) < groups_per_step:
-                    sync_reference(reference, policy)  # Algorithm 1, line 3: with and without humanline
-                    number = progress.round + 1
-                    new_groups, round_metrics = sample_round(args, sampler, policy, groups, number)
-                    progress.round = number
-                    progress.pool += new_groups
-                    metrics |= round_metrics  # of the newest round
-                batch = progress.pool[:groups_per_step]
-            examples = [example for group in batch for example in group]
+        # The global batch, the same on all ranks: groups of the data set or, online, groups of samples.
+        if not args.online:
+            batch = draw_batch(groups, step, groups_per_step, args.seed)
+        else:
+            # A round usually gives several batches. The groups that this step does not use wait in the pool,
+            # even if a new round is drawn and the reference synced before they are used.
+            while len(progress.pool) < groups_per_step:
+                sync_reference(reference, policy)  # Algorithm 1, line 3: with and without humanline
+                progress.round += 1
+                new_groups, round_metrics = sample_round(args, sampler, policy, groups, progress.round)
+                progress.pool += new_groups
+                metrics |= round_metrics  # of the newest round
+            batch = progress.pool[:groups_per_step]
+            del progress.pool[:groups_per_step]
+        examples = [example for group in batch for example in group]
 
-            # The advantages
-            rewards = torch.tensor(
-                [example.reward for example in examples], dtype=torch.float64, device=device
-            )
-            rewards = rewards.view(groups_per_step, args.group_size)  # (groups, G)
-            advantages = group_advantages(rewards)  # (groups, G)
-            metrics["grpo/zero_advantage_groups"] = (
-                (rewards.amax(1) == rewards.amin(1)).double().mean().item()
-            )
+        # The advantages
+        rewards = torch.tensor([example.reward for example in examples], dtype=torch.float64, device=device)
+        rewards = rewards.view(groups_per_step, args.group_size)  # (groups, G)
+        advantages = group_advantages(rewards)  # (groups, G)
 
-            # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number
-            # of micro-batches. It also sums the gradients over ranks (`shard_model` sets this).
-            lengths = [example.length for example in examples]
-            micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
-            completion_tokens = sum(len(example.completion_ids) for example in examples)
-            means = utils.Means()
-            total_loss = torch.zeros((), dtype=torch.float64, device=device)
-            for indices in micro_batches[rank::world]:  # lists of indices; number i is for rank i % world
-                # Padded; `token_logps` packs the sequences again, so that padding costs nothing.
-                input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
+        # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number
+        # of micro-batches. It also sums the gradients over ranks (`shard_model` sets this).
+        lengths = [example.length for example in examples]
+        micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
+        completion_tokens = sum(len(example.completion_ids) for example in examples)
+        means = utils.Means()
+        total_loss = torch.zeros((), dtype=torch.float64, device=device)
+        for indices in micro_batches[rank::world]:  # lists of indices; number i is for rank i % world
+            # Padded; `token_logps` packs the sequences again, so that padding costs nothing.
+            input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
 
-                # [:, t] is log π(token t | all tokens before it), in nats, and 0 where mask is 0.
-                with torch.no_grad():  # first, because the policy's activations stay in memory until backward
-                    ref_logps = utils.token_logps(reference, input_ids, mask)  # (B, T)
-                logps = utils.token_logps(policy, input_ids, mask)  # (B, T)
-                log_ratio = logps - ref_logps  # (B, T)
-                clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
-                A = advantages.flatten()[indices].to(logps.dtype)  # (B,)
-                losses = grpo_loss(clipped_log_ratio, log_ratio, A, args.beta, args.epsilon)  # (B, T)
-                utils.check_shape("grpo_loss", losses, mask.shape)
-                # summed over ranks: the mean over all completion tokens of the global batch
-                loss = (losses * mask).sum() / completion_tokens
-                loss.backward()
-                total_loss += loss.detach()
+            # [:, t] is log π(token t | all tokens before it), in nats, and 0 where mask is 0.
+            with torch.no_grad():  # first, because the policy's activations stay in memory until backward
+                ref_logps = utils.token_logps(reference, input_ids, mask)  # (B, T)
+            logps = utils.token_logps(policy, input_ids, mask)  # (B, T)
+            log_ratio = logps - ref_logps  # (B, T)
+            clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
+            A = advantages.flatten()[indices].to(logps.dtype)  # (B,)
+            losses = grpo_loss(clipped_log_ratio, log_ratio, A, args.beta, args.epsilon)  # (B, T)
+            # Summed over ranks: the mean over all completion tokens of the global batch. A loss of another
+            # shape would broadcast; `view_as` refuses it.
+            loss = (losses.view_as(mask) * mask).sum() / completion_tokens
+            loss.backward()
+            total_loss += loss.detach()
 
-                means.add(grpo_metrics(clipped_log_ratio, log_ratio, A, args.epsilon), mask)
-                means.add(clipping_metrics(args, log_ratio), mask)
-                # Means over the sequences whose reward is above, then below, the mean of their group
-                means.add({"logps/chosen": (logps * mask).sum(-1)}, A > 0)
-                means.add({"logps/rejected": (logps * mask).sum(-1)}, A < 0)
-            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-            metrics["grad_norm"] = grad_norm.full_tensor().item()  # global norm before clipping
-            metrics |= means.reduce()
-            dist.all_reduce(total_loss)
-            metrics["loss"] = total_loss.item()
-            utils.check_finite(metrics)
+            means.add(grpo_metrics(clipped_log_ratio, log_ratio, A, args.epsilon), mask)
+            means.add(utils.clipping_metrics(log_ratio, args.log_epsilon_P, args.log_epsilon_R), mask)
+            # Means over the sequences whose reward is above, then below, the mean of their group
+            means.add({"logps/chosen": logps.sum(-1)}, A > 0)
+            means.add({"logps/rejected": logps.sum(-1)}, A < 0)
+        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
 
-            # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
-            # takes the weights that produced this gradient, and the update then moves the policy away from
-            # them. A sync after the update would make both models equal. With k = 1 every log-ratio would
-            # then be 0, and no token would be clipped.
-            if args.humanline and args.k > 0 and step % args.k == 0:
-                sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
+        # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
+        # takes the weights that produced this gradient, and the update then moves the policy away from
+        # them. A sync after the update would make both models equal. With k = 1 every log-ratio would
+        # then be 0, and no token would be clipped.
+        if args.humanline and args.k > 0 and step % args.k == 0:
+            sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
 
-            progress.step = None  # an error before the end of the update saves no checkpoint
+        # The update. The learning rate rises linearly (warmup: Table 1) and then stays constant.
+        lr = args.lr * min(1.0, (step + 1) / warmup_steps)
+        for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
+            param_group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
 
-            # The update. The learning rate rises linearly (warmup: Table 1) and then stays constant.
-            metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
-            for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
-                param_group["lr"] = metrics["lr"]
-            optimizer.step()
-            optimizer.zero_grad()
+        dist.all_reduce(total_loss)
+        grad_norm = grad_norm.full_tensor()  # global norm before clipping
+        metrics |= {"loss": total_loss.item(), "grad_norm": grad_norm.item(), "lr": lr}
+        metrics |= means.reduce() | run.perf_metrics(started, sum(lengths))
+        utils.check_finite(metrics)
+        log.write(metrics)
+        progress.step = step + 1
+        checkpoint.end_step(args, output_dir, policy, reference, optimizer, progress, signals)
 
-            del progress.pool[:groups_per_step]  # offline, the pool is empty
-            progress.step = step + 1
-            log.write(metrics | run.perf_metrics(started, sum(lengths)))
-            end_step()  # saves if a checkpoint is due; ends the run after SIGINT or SIGTERM
-
-        after = evaluate(args, policy, reference, sampler, held_out, before)
-
+    signals.release()
+    after = evaluate(args, policy, reference, initial_weights, sampler, held_out, before)
     run.export(output_dir / "final", policy, tokenizer, eos_ids)
     log.report(progress.step, after)
     dist.barrier()  # all ranks wait until rank 0 has written everything
@@ -350,91 +331,41 @@ def main(args: Args):
 # === Data ===
 def load_data(args, tokenizer, eos_ids) -> tuple[list, list]:
     """Reads --dataset and --eval-dataset. Returns the groups of both; [] without --eval-dataset."""
-    groups = load_groups(args, tokenizer, eos_ids, args.dataset, args.dataset_split)
+    tools = args, tokenizer, eos_ids
+    encode_train = encode_prompt if args.online else encode_row
+    groups = data.load_groups(*tools, args.dataset, args.dataset_split, encode_train)
     held_out = []
     if args.eval_dataset:
-        held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split, held_out=True)
+        held_out = data.load_groups(*tools, args.eval_dataset, args.eval_split, encode_row)
     if not args.online:
         data.check_groups(args.dataset, groups, args.group_size, args.batch_size // args.group_size)
     return groups, held_out
 
 
-def load_groups(args, tokenizer, eos_ids, name: str, split: str, **options) -> list[tuple]:
-    """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them.
-
-    The ranks of a machine share the work. options: further arguments of `encode_row`.
-    """
-    encode = partial(encode_row, args, tokenizer, eos_ids, **options)
-    groups, skipped = data.encode_rows(name, split, encode)
-    data.print_summary(name, eos_ids, groups, skipped)
-    return groups
-
-
-def encode_row(args, tokenizer, eos_ids, row, held_out: bool = False):
-    """Returns a pair, a group of scored completions, or (prompt,). Edit it to read other columns.
-
-    Training with --online reads the prompt alone. A held-out row may have completions or none.
+def encode_row(args, tokenizer, eos_ids, row):
+    """Returns a pair, a scored group, or (prompt,) of a row without them. Edit it to read other columns.
 
     Raises data.SkipRow to skip the row, and utils.InputError to end the run because the row is malformed.
     """
-    data.check_row(row)  # refuses rows with a column such as "system", which no script reads
-    prompt_only = args.online
-    if held_out:
-        prompt_only = row.get("completions") is None and row.get("chosen") is None
-    if prompt_only:
-        prompt = read_prompt(row)
-        examples = data.encode(args, tokenizer, eos_ids, prompt)
-    elif row.get("completions") is not None:
-        data.require_columns(row, "prompt", "scores")
-        prompt = row["prompt"]
-        examples = data.encode(args, tokenizer, eos_ids, prompt, row["completions"])
-        scores = sampling.as_rewards(row["scores"], len(examples)).tolist()
-        scored = [example._replace(reward=score) for example, score in zip(examples, scores)]
-        examples = make_group(args, scored)
-        if not examples:
-            raise data.SkipRow("its scores are equal, or differ by less than --reward-threshold")
-    else:
-        prompt, completions = read_pair(row)
-        chosen, rejected = data.encode(args, tokenizer, eos_ids, prompt, completions)
-        # Any two rewards in this order give the advantages 1 and -1 (C.1.3).
-        examples = [chosen._replace(reward=1.0), rejected._replace(reward=0.0)]
-    # Training on the data set reads token ids alone, so texts are kept only where samples get rewards.
-    if args.online or held_out:
-        kept_row = row if SCORE else None
-        examples = [example._replace(prompt=prompt, row=kept_row) for example in examples]
-    return tuple(examples)
+    prompt = data.read_prompt(row)
+    completions, scores = row.get("completions") or [], row.get("scores")
+    if row.get("chosen") is not None:
+        completions = [row["chosen"], row["rejected"]]
+        scores = [1, 0]  # any two rewards in this order give the advantages 1 and -1 (C.1.3)
+    examples = data.encode(args, tokenizer, eos_ids, prompt, completions, row if SCORE else None)
+    if not completions:
+        return examples
+    rewards = sampling.as_rewards(scores, len(examples)).tolist()
+    group = make_group(args, [example._replace(reward=reward) for example, reward in zip(examples, rewards)])
+    if not group:
+        raise data.SkipRow("its scores are equal, or differ by less than --reward-threshold")
+    return group
 
 
-def read_pair(row):
-    """Reads the prompt and [chosen, rejected].
-
-    A row has one of these forms, where Q stands for one or more messages, of which the last is the user's,
-    and A and B are messages of the assistant:
-        1. {"prompt": "text", "chosen": "text", "rejected": "text"}
-        2. {"prompt": [Q], "chosen": [A], "rejected": [B]}
-        3. {"chosen": [Q, A], "rejected": [Q, B]}, with or without a "prompt": [Q], or the text of a message
-           of Q (UltraFeedback)
-    """
-    data.require_columns(row, "chosen", "rejected")
-    chosen, rejected = row["chosen"], row["rejected"]
-    if isinstance(chosen, list) and len(chosen) > 1:  # form 3
-        messages = chosen[:-1]
-        # what may stand in the column "prompt": nothing, these messages, or the text of one of them
-        prompts = [None, messages, *(message["content"] for message in messages)]
-        if rejected[:-1] != messages or row.get("prompt") not in prompts:
-            raise utils.InputError("chosen and rejected must both be the prompt and one more message")
-        return messages, [chosen[-1:], rejected[-1:]]
-    data.require_columns(row, "prompt")
-    return row["prompt"], [chosen, rejected]
-
-
-def read_prompt(row):
-    """Reads the prompt alone, also if completions are missing or broken."""
-    chosen = row.get("chosen")
-    if isinstance(chosen, list) and len(chosen) > 1 and isinstance(chosen[0], dict):  # form 3 of `read_pair`
-        return chosen[:-1]
-    data.require_columns(row, "prompt")
-    return row["prompt"]
+def encode_prompt(args, tokenizer, eos_ids, row):
+    """Returns (prompt,), whatever completions the row has."""
+    prompt = data.read_prompt(row)
+    return data.encode(args, tokenizer, eos_ids, prompt, row=row if SCORE else None)
 
 
 def draw_batch(groups, number: int, size: int, seed: int):
@@ -449,18 +380,15 @@ def draw_batch(groups, number: int, size: int, seed: int):
 
 
 # === Models ===
-def load_models(args, device, longest: int):
+def load_models(args, device):
     """Loads the policy (stored in fp32) and the reference (stored in bf16 if --dtype is, else in fp32).
 
     Both compute in --dtype. A reference in bf16 loses nothing, because in bf16 the policy computes with
     rounded weights, too.
-
-    longest: the maximum length of a sequence, in tokens.
     """
 
     def load(dtype):
-        model = run.load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
-        run.check_positions(model.config, longest)
+        model = run.load_pretrained(args, AutoModelForCausalLM, args.model, dtype)
         # Both models stay in eval mode, because dropout would make them differ at step 0.
         return shard_model(args, model, device).eval()
 
@@ -477,16 +405,15 @@ def load_models(args, device, longest: int):
         # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
         # log-probs would be wrong without any error. So a short trial sets the fastest attention whose packed
         # log-probs equal those of a plain forward pass.
-        attention = utils.choose_attention(model, longest)
-        if args.compile:
-            for block in decoder_blocks(model):
+        attention = utils.choose_attention(model, run.longest_sequence(args))
+        for block in run.decoder_blocks(model):
+            if args.compile:
                 block.forward = torch.compile(block.forward, dynamic=True)
-    if args.gradient_checkpointing:
-        for block in decoder_blocks(policy):
-            # Recomputes activations in backward, inside of FSDP's hooks, which gather the weights for it.
-            # transformers' own checkpointing needs train mode, which would start dropout. Compiled code must
-            # be inside, because torch does not compile what calls `recompute`.
-            block.forward = partial(recompute, block.forward, use_reentrant=False)
+            if args.gradient_checkpointing:
+                # Recomputes activations in backward, inside of FSDP's hooks, which gather the weights for it.
+                # transformers' own checkpointing needs train mode, which would start dropout. Compiled code
+                # must be inside, because torch does not compile what calls `recompute`.
+                block.forward = partial(recompute, block.forward, use_reentrant=False)
     run.print_main(f"attention: {attention}")  # of both models
     return policy, reference
 
@@ -503,7 +430,7 @@ def shard_model(args, model, device):
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     if shard_size == world:
         mesh = mesh["shard"]
-    units = decoder_blocks(model)
+    units = run.decoder_blocks(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight is not head.weight:  # a tied weight belongs to two modules, so the root must hold it
         units += [embedding, head]
@@ -511,8 +438,7 @@ def shard_model(args, model, device):
     # Gradients are summed over ranks in fp32 or wider, because bf16 sums over many ranks lose small terms.
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype)
-    # Children before parents, as FSDP2 requires. In a few models, such as Mamba, a unit contains others.
-    for module in [*reversed(units), model]:
+    for module in [*units, model]:  # children before parents, as FSDP2 requires
         # By default FSDP2 leaves the root gathered after forward, for use in backward. The reference never
         # runs backward, so its next forward would still use the weights from before a sync.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
@@ -522,13 +448,6 @@ def shard_model(args, model, device):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return model
-
-
-def decoder_blocks(model):
-    """Returns the decoder layers, whose classes transformers lists in `_no_split_modules`."""
-    names = model._no_split_modules or ()
-    # `fully_shard` puts "FSDP" before the class names.
-    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
 
 
 # === Rounds and evaluation ===
@@ -551,8 +470,7 @@ def sample_round(args, sampler, policy, groups: list[tuple], number: int):
         if group:
             # The rewards are those of the complete samples. Training truncates the samples.
             new_groups.append(tuple(sample.truncate(args.max_length) for sample in group))
-    # A group's best completion is first. Groups of more than two stay, also if their rewards are equal.
-    if not any(group[0].reward > group[-1].reward for group in new_groups):
+    if not new_groups:
         raise utils.InputError(
             f"round {number}: no prompt's rewards differ enough: "
             "raise --temperature or lower --reward-threshold"
@@ -565,28 +483,18 @@ def sample_round(args, sampler, policy, groups: list[tuple], number: int):
 def make_group(args, samples):
     """Makes the group of a prompt's completions, best first.
 
-    With --group-size 2 it is the best and the worst completion, or () if their rewards are equal or differ by
-    less than τ. A larger group holds all completions, as in GRPO. If all its rewards differ by less than τ,
-    they are made equal, so that its advantages are 0 and only the KL penalty trains on it.
+    With --group-size 2 it is the best and the worst completion, else all of them. It is () if the rewards of
+    these two are too close.
     """
-    best = max(samples, key=lambda sample: sample.reward)
-    worst = min(samples, key=lambda sample: sample.reward)
-    difference = best.reward - worst.reward
-    too_close = difference == 0 or difference < args.reward_threshold
-    if args.group_size == 2:
-        return () if too_close else (best, worst)
-    if too_close:
-        return tuple(sample._replace(reward=best.reward) for sample in samples)
+    pair = sampling.best_and_worst(samples, args.reward_threshold)
+    if args.group_size == 2 or not pair:
+        return pair
     return tuple(sorted(samples, key=lambda sample: sample.reward, reverse=True))
 
 
-class Evaluation(NamedTuple):
-    values: dict  # {name: one value for each group or sample}
-    logps: torch.Tensor | None  # (2P, T) nats: the best completions of P groups, then the worst ones
-    samples: list  # one sample for the prompt of each of the first --eval-samples rows
-
-
-def evaluate(args, policy, reference, sampler, held_out: list[tuple], initial=None) -> Evaluation:
+def evaluate(
+    args, policy, reference, initial_weights, sampler, held_out: list[tuple], initial=None
+) -> utils.Evaluation:
     """Evaluates the policy on held-out groups and on samples for the prompts of the first rows.
 
     The groups show whether the policy has learned to prefer the best completion of a group to the worst, in
@@ -594,12 +502,12 @@ def evaluate(args, policy, reference, sampler, held_out: list[tuple], initial=No
     from the initial policy and, if they have rewards, the reward and the win rate over its samples.
 
     Args:
+        reference, initial_weights: of the initial policy. For eval/kl, the reference gets them for a moment.
         initial: the evaluation of the initial policy, or None when this is that evaluation.
     """
     values = {}  # {name: one value for each group or sample}
     logps = None
-    # Prompts without completions and groups with equal scores have no best and worst.
-    pairs = [(group[0], group[-1]) for group in held_out if group[0].reward != group[-1].reward]
+    pairs = [(group[0], group[-1]) for group in held_out if len(group) > 1]  # best and worst
     if pairs:
         examples = [best for best, _ in pairs] + [worst for _, worst in pairs]
         logps, _ = utils.completion_logps(policy, examples, args.micro_batch_tokens)  # (2P, T)
@@ -607,11 +515,8 @@ def evaluate(args, policy, reference, sampler, held_out: list[tuple], initial=No
         best, worst = log_ratio.sum(-1).chunk(2)  # (P,) each; log-probs are 0 outside the mask
         values["eval/accuracy"] = utils.above(best, worst)  # 1, 0.5 if equal, or 0
         values["eval/margin"] = best - worst  # nats
-    # A prompt that stands in several rows is sampled once for each of them.
-    prompts = [group[0] for group in held_out[: args.eval_samples]]
-    # For eval/kl, the reference gets the initial policy's weights, and its own back before this returns.
-    samples, sample_values = sampler.evaluate(policy, reference, prompts, initial)
-    return Evaluation(sample_values | values, logps, samples)  # in this order in the table at the end
+    samples, sample_values = sampler.evaluate(policy, reference, initial_weights, held_out, initial)
+    return utils.Evaluation(sample_values | values, samples, logps)  # in this order in the table at the end
 
 
 # === Metrics ===
@@ -629,18 +534,6 @@ def grpo_metrics(clipped_log_ratio, log_ratio, advantages, epsilon: float):
         "grpo/ratio_mean": ratio,
         "grpo/kl": k3(log_ratio),
         "grpo/clip_fraction": stopped.double(),
-    }
-
-
-def clipping_metrics(args, log_ratio):
-    """Returns for each token whether its log-ratio is beyond a bound, and |log-ratio|.
-
-    With --no-humanline, which clips nothing, tokens beyond a bound are counted all the same.
-    """
-    return {
-        "humanline/clipped_low": (log_ratio < args.log_epsilon_P).double(),
-        "humanline/clipped_high": (log_ratio > args.log_epsilon_R).double(),
-        "humanline/log_ratio_abs_mean": log_ratio.abs(),
     }
 
 

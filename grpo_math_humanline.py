@@ -33,7 +33,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -110,7 +110,7 @@ class Args:
     seed: int = 1  # seed of data order and sampling
     output_dir: str = ""  # run folder; empty: runs/<script>__<seed>__<time>
     resume: str = ""  # run folder to resume; most flags given with it override the run's settings
-    checkpoint_every: int = 100  # steps between checkpoints; 0: only one, at the end or if a run ends early
+    checkpoint_every: int = 100  # steps between checkpoints; 0: only one, at the end or after a signal
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     eval_every: int = 0  # steps between evaluations; 0: only before and after training
     eval_samples: int = 256  # held-out problems to sample completions for; 0: none
@@ -128,6 +128,8 @@ TOY = dict(
     dtype="float64",  # results agree to 1e-5 for any number of ranks and micro-batches
     system_prompt="",
     num_steps=256,
+    max_prompt_length=64,
+    max_length=128,  # the positions of its models
     prompts_per_step=16,
     lr=1e-4,
     temperature=1.0,
@@ -193,17 +195,14 @@ def sync_reference(reference, policy):
 
 # === Training ===
 def main(args: Args):
-    # This also replaces --dtype auto in args.
-    rank, world, device = run.setup(args, args.prompts_per_step * args.group_size)
+    rank, world, device = run.setup(args)  # also replaces --dtype auto in args
 
     # The data is read before the models, so that errors in it appear before minutes of loading.
     tokenizer, eos_ids = data.load_tokenizer(args)
     grader = grading.start_grader()
     problems, held_out = load_data(args, tokenizer, eos_ids, grader)
-    # tokens of the longest training sequence or sample
-    longest = data.longest_sequence(args, problems + held_out)
-    policy, reference = load_models(args, device, longest)
-    sampler = sampling.Sampler(args, tokenizer, eos_ids, device, longest)
+    sampler = sampling.Sampler(args, tokenizer, eos_ids, device)
+    policy, reference = load_models(args, device)
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=args.lr,
@@ -215,103 +214,97 @@ def main(args: Args):
 
     output_dir = run.open_folder(args, __file__)
     run.print_plan(args, output_dir, policy, tokenizer, problems, args.prompts_per_step)
-    # A resumed run evaluates the initial policy again: it is the baseline of the report.
-    before = evaluate(args, policy, reference, sampler, grader, held_out)
-    # progress: the steps that are done, and the pool, which holds groups that were sampled but not yet used.
-    # Checkpoints hold it. A new run has no checkpoint and starts at step 0.
-    progress = checkpoint.load_checkpoint(args, output_dir, policy, reference, optimizer, problems)
-    # after the load, so that a failed resume leaves args.json as it was
-    run.save_args(args, output_dir, __file__)
-    log = run.Log(args, output_dir, progress.step, before)
+    # The initial policy is the baseline of all evaluations, also of a resumed run. So it is evaluated, and
+    # its weights are copied for eval/kl, before a checkpoint is loaded.
+    initial_weights = sampling.copy_weights(reference) if held_out else []
+    before = evaluate(args, policy, reference, initial_weights, sampler, grader, held_out)
+    # The steps that are done, and the pool of groups that were sampled but not yet used.
+    progress = checkpoint.load_checkpoint(output_dir, policy, reference, optimizer)
+    shown = ["eval/accuracy", "rewards/accuracy"]
+    log = run.Log(args, __file__, output_dir, progress.step, before, shown)
+    signals = run.Signals()
 
-    # Whatever ends the loop, the last completed step is saved, unless the optimizer was changing the weights:
-    # then `progress.step` is None.
-    with checkpoint.save_at_exit(args, output_dir, policy, reference, optimizer, progress) as end_step:
-        for step in range(progress.step, args.num_steps):
-            metrics = {"step": step}
-            if step > 0 and args.eval_every and step % args.eval_every == 0:
-                evaluation = evaluate(args, policy, reference, sampler, grader, held_out)
-                metrics |= log.write_evaluation(step, evaluation)
-            started = time.perf_counter()
+    for step in range(progress.step, args.num_steps):
+        metrics = {"step": step}
+        if step > 0 and args.eval_every and step % args.eval_every == 0:
+            evaluation = evaluate(args, policy, reference, initial_weights, sampler, grader, held_out)
+            metrics |= log.write_evaluation(step, evaluation)
+        started = time.perf_counter()
 
-            # The global batch, the same on all ranks: groups of the policy's own samples. A round gives the
-            # batches of S steps, which wait in the pool.
-            if not progress.pool:
-                # Without humanline, or with k = 0, the reference is the policy that samples the round, like
-                # the old policy of PPO. Otherwise syncs follow k alone.
-                if not args.humanline or args.k == 0:
-                    sync_reference(reference, policy)
-                new_groups, round_metrics = sample_round(args, sampler, grader, policy, problems, step)
-                progress.pool += new_groups
-                metrics |= round_metrics
-            batch = progress.pool[: args.prompts_per_step]
-            examples = [example for group in batch for example in group]
+        # The global batch, the same on all ranks: groups of the policy's own samples. A round gives the
+        # batches of S steps, which wait in the pool.
+        if not progress.pool:
+            # Without humanline, or with k = 0, the reference is the policy that samples the round, like
+            # the old policy of PPO. Otherwise syncs follow k alone.
+            if not args.humanline or args.k == 0:
+                sync_reference(reference, policy)
+            new_groups, round_metrics = sample_round(args, sampler, grader, policy, problems, step)
+            progress.pool += new_groups
+            metrics |= round_metrics
+        batch = progress.pool[: args.prompts_per_step]
+        del progress.pool[: args.prompts_per_step]
+        examples = [example for group in batch for example in group]
 
-            # The advantages
-            rewards = torch.tensor(
-                [example.reward for example in examples], dtype=torch.float64, device=device
-            )
-            rewards = rewards.view(args.prompts_per_step, args.group_size)  # (groups, G)
-            advantages = group_advantages(rewards)  # (groups, G)
-            metrics |= sample_metrics(examples, rewards)
+        # The advantages
+        rewards = torch.tensor([example.reward for example in examples], dtype=torch.float64, device=device)
+        rewards = rewards.view(args.prompts_per_step, args.group_size)  # (groups, G)
+        advantages = group_advantages(rewards)  # (groups, G)
+        metrics |= sample_metrics(examples, rewards)
 
-            # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number
-            # of micro-batches. It also sums the gradients over ranks (`shard_model` sets this).
-            lengths = [example.length for example in examples]
-            micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
-            completion_tokens = sum(len(example.completion_ids) for example in examples)
-            means = utils.Means()
-            total_loss = torch.zeros((), dtype=torch.float64, device=device)
-            for indices in micro_batches[rank::world]:  # lists of indices; number i is for rank i % world
-                # Padded; `token_logps` packs the sequences again, so that padding costs nothing.
-                input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
+        # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number
+        # of micro-batches. It also sums the gradients over ranks (`shard_model` sets this).
+        lengths = [example.length for example in examples]
+        micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
+        completion_tokens = sum(len(example.completion_ids) for example in examples)
+        means = utils.Means()
+        total_loss = torch.zeros((), dtype=torch.float64, device=device)
+        for indices in micro_batches[rank::world]:  # lists of indices; number i is for rank i % world
+            # Padded; `token_logps` packs the sequences again, so that padding costs nothing.
+            input_ids, mask = utils.pad_batch([examples[i] for i in indices], device)  # (B, T)
 
-                # [:, t] is log π(token t | all tokens before it), in nats, and 0 where mask is 0.
-                with torch.no_grad():  # first, because the policy's activations stay in memory until backward
-                    ref_logps = utils.token_logps(reference, input_ids, mask, args.temperature)  # (B, T)
-                logps = utils.token_logps(policy, input_ids, mask, args.temperature)  # (B, T)
-                log_ratio = logps - ref_logps  # (B, T)
-                clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
-                A = advantages.flatten()[indices].to(logps.dtype)  # (B,)
-                losses = grpo_loss(clipped_log_ratio, log_ratio, A, args.beta, args.epsilon)  # (B, T)
-                utils.check_shape("grpo_loss", losses, mask.shape)
-                # summed over ranks: the mean over all completion tokens of the global batch
-                loss = (losses * mask).sum() / completion_tokens
-                loss.backward()
-                total_loss += loss.detach()
+            # [:, t] is log π(token t | all tokens before it), in nats, and 0 where mask is 0.
+            with torch.no_grad():  # first, because the policy's activations stay in memory until backward
+                ref_logps = utils.token_logps(reference, input_ids, mask, args.temperature)  # (B, T)
+            logps = utils.token_logps(policy, input_ids, mask, args.temperature)  # (B, T)
+            log_ratio = logps - ref_logps  # (B, T)
+            clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
+            A = advantages.flatten()[indices].to(logps.dtype)  # (B,)
+            losses = grpo_loss(clipped_log_ratio, log_ratio, A, args.beta, args.epsilon)  # (B, T)
+            # Summed over ranks: the mean over all completion tokens of the global batch. A loss of another
+            # shape would broadcast; `view_as` refuses it.
+            loss = (losses.view_as(mask) * mask).sum() / completion_tokens
+            loss.backward()
+            total_loss += loss.detach()
 
-                means.add(grpo_metrics(clipped_log_ratio, log_ratio, A, args.epsilon), mask)
-                means.add(clipping_metrics(args, log_ratio), mask)
-            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-            metrics["grad_norm"] = grad_norm.full_tensor().item()  # global norm before clipping
-            metrics |= means.reduce()
-            dist.all_reduce(total_loss)
-            metrics["loss"] = total_loss.item()
-            utils.check_finite(metrics)
+            means.add(grpo_metrics(clipped_log_ratio, log_ratio, A, args.epsilon), mask)
+            means.add(utils.clipping_metrics(log_ratio, args.log_epsilon_P, args.log_epsilon_R), mask)
+        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
 
-            # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
-            # takes the weights that produced this gradient, and the update then moves the policy away from
-            # them. A sync after the update would make both models equal. With k = 1 every log-ratio would
-            # then be 0, and no token would be clipped.
-            if args.humanline and args.k > 0 and step % args.k == 0:
-                sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
+        # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
+        # takes the weights that produced this gradient, and the update then moves the policy away from
+        # them. A sync after the update would make both models equal. With k = 1 every log-ratio would
+        # then be 0, and no token would be clipped.
+        if args.humanline and args.k > 0 and step % args.k == 0:
+            sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
 
-            progress.step = None  # an error before the end of the update saves no checkpoint
+        # The update. The learning rate rises linearly (warmup: Table 2) and then stays constant.
+        lr = args.lr * min(1.0, (step + 1) / warmup_steps)
+        for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
+            param_group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
 
-            # The update. The learning rate rises linearly (warmup: Table 2) and then stays constant.
-            metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
-            for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
-                param_group["lr"] = metrics["lr"]
-            optimizer.step()
-            optimizer.zero_grad()
+        dist.all_reduce(total_loss)
+        grad_norm = grad_norm.full_tensor()  # global norm before clipping
+        metrics |= {"loss": total_loss.item(), "grad_norm": grad_norm.item(), "lr": lr}
+        metrics |= means.reduce() | run.perf_metrics(started, sum(lengths))
+        utils.check_finite(metrics)
+        log.write(metrics)
+        progress.step = step + 1
+        checkpoint.end_step(args, output_dir, policy, reference, optimizer, progress, signals)
 
-            del progress.pool[: args.prompts_per_step]
-            progress.step = step + 1
-            log.write(metrics | run.perf_metrics(started, sum(lengths)))
-            end_step()  # saves if a checkpoint is due; ends the run after SIGINT or SIGTERM
-
-        after = evaluate(args, policy, reference, sampler, grader, held_out)
-
+    signals.release()
+    after = evaluate(args, policy, reference, initial_weights, sampler, grader, held_out)
     run.export(output_dir / "final", policy, tokenizer, eos_ids)
     log.report(progress.step, after)
     grader.stop()
@@ -323,25 +316,15 @@ def main(args: Args):
 # === Data ===
 def load_data(args, tokenizer, eos_ids, grader) -> tuple[list, list]:
     """Reads --dataset and --eval-dataset. Returns the problems of both whose answers can be graded."""
-    problems = load_groups(args, tokenizer, eos_ids, args.dataset, args.dataset_split)
+    tools = args, tokenizer, eos_ids
+    problems = data.load_groups(*tools, args.dataset, args.dataset_split, encode_row)
     problems = keep_gradable(grader, args.dataset, problems)
     data.check_groups(args.dataset, problems, 1, args.prompts_per_step)
     held_out = []
     if args.eval_dataset:
-        held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split)
+        held_out = data.load_groups(*tools, args.eval_dataset, args.eval_split, encode_row)
         held_out = keep_gradable(grader, args.eval_dataset, held_out)
     return problems, held_out
-
-
-def load_groups(args, tokenizer, eos_ids, name: str, split: str, **options) -> list[tuple]:
-    """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them.
-
-    The ranks of a machine share the work. options: further arguments of `encode_row`.
-    """
-    encode = partial(encode_row, args, tokenizer, eos_ids, **options)
-    groups, skipped = data.encode_rows(name, split, encode)
-    data.print_summary(name, eos_ids, groups, skipped)
-    return groups
 
 
 def encode_row(args, tokenizer, eos_ids, row):
@@ -349,7 +332,6 @@ def encode_row(args, tokenizer, eos_ids, row):
 
     Raises data.SkipRow to skip the row, and utils.InputError to end the run because the row is malformed.
     """
-    data.check_row(row)  # refuses rows with a column such as "system", which no script reads
     prompt = row.get("problem") or row.get("question")  # GSM8K
     answer = row.get("answer", row.get("solution"))  # MATH: the solution, in whose box the answer stands
     if prompt is None or answer is None:
@@ -361,9 +343,7 @@ def encode_row(args, tokenizer, eos_ids, row):
     (example,) = data.encode(args, tokenizer, eos_ids, prompt)
     # Some chat templates end the prompt with "<think>\n", which the rewards of the format then count.
     _, opening, rest = tokenizer.decode(example.prompt_ids).rpartition("<think>\n")
-    if rest:
-        opening = ""
-    return (example._replace(prompt=prompt, answer=answer, opening=opening),)
+    return (example._replace(answer=answer, opening="" if rest else opening),)
 
 
 def draw_batch(groups, number: int, size: int, seed: int):
@@ -378,18 +358,15 @@ def draw_batch(groups, number: int, size: int, seed: int):
 
 
 # === Models ===
-def load_models(args, device, longest: int):
+def load_models(args, device):
     """Loads the policy (stored in fp32) and the reference (stored in bf16 if --dtype is, else in fp32).
 
     Both compute in --dtype. A reference in bf16 loses nothing, because in bf16 the policy computes with
     rounded weights, too.
-
-    longest: the maximum length of a sequence, in tokens.
     """
 
     def load(dtype):
-        model = run.load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
-        run.check_positions(model.config, longest)
+        model = run.load_pretrained(args, AutoModelForCausalLM, args.model, dtype)
         # Both models stay in eval mode, because dropout would make them differ at step 0.
         return shard_model(args, model, device).eval()
 
@@ -406,16 +383,15 @@ def load_models(args, device, longest: int):
         # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
         # log-probs would be wrong without any error. So a short trial sets the fastest attention whose packed
         # log-probs equal those of a plain forward pass.
-        attention = utils.choose_attention(model, longest)
-        if args.compile:
-            for block in decoder_blocks(model):
+        attention = utils.choose_attention(model, run.longest_sequence(args))
+        for block in run.decoder_blocks(model):
+            if args.compile:
                 block.forward = torch.compile(block.forward, dynamic=True)
-    if args.gradient_checkpointing:
-        for block in decoder_blocks(policy):
-            # Recomputes activations in backward, inside of FSDP's hooks, which gather the weights for it.
-            # transformers' own checkpointing needs train mode, which would start dropout. Compiled code must
-            # be inside, because torch does not compile what calls `recompute`.
-            block.forward = partial(recompute, block.forward, use_reentrant=False)
+            if args.gradient_checkpointing:
+                # Recomputes activations in backward, inside of FSDP's hooks, which gather the weights for it.
+                # transformers' own checkpointing needs train mode, which would start dropout. Compiled code
+                # must be inside, because torch does not compile what calls `recompute`.
+                block.forward = partial(recompute, block.forward, use_reentrant=False)
     run.print_main(f"attention: {attention}")  # of both models
     return policy, reference
 
@@ -432,7 +408,7 @@ def shard_model(args, model, device):
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     if shard_size == world:
         mesh = mesh["shard"]
-    units = decoder_blocks(model)
+    units = run.decoder_blocks(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight is not head.weight:  # a tied weight belongs to two modules, so the root must hold it
         units += [embedding, head]
@@ -440,8 +416,7 @@ def shard_model(args, model, device):
     # Gradients are summed over ranks in fp32 or wider, because bf16 sums over many ranks lose small terms.
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype)
-    # Children before parents, as FSDP2 requires. In a few models, such as Mamba, a unit contains others.
-    for module in [*reversed(units), model]:
+    for module in [*units, model]:  # children before parents, as FSDP2 requires
         # By default FSDP2 leaves the root gathered after forward, for use in backward. The reference never
         # runs backward, so its next forward would still use the weights from before a sync.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
@@ -451,13 +426,6 @@ def shard_model(args, model, device):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return model
-
-
-def decoder_blocks(model):
-    """Returns the decoder layers, whose classes transformers lists in `_no_split_modules`."""
-    names = model._no_split_modules or ()
-    # `fully_shard` puts "FSDP" before the class names.
-    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
 
 
 # === Rounds and evaluation ===
@@ -486,28 +454,25 @@ def sample_round(args, sampler, grader, policy, problems: list[tuple], step: int
     return new_groups, metrics
 
 
-class Evaluation(NamedTuple):
-    values: dict  # {name: one value for each problem}
-    samples: list  # one sample for each of the first --eval-samples problems
-
-
-def evaluate(args, policy, reference, sampler, grader, held_out: list[tuple]) -> Evaluation:
+def evaluate(
+    args, policy, reference, initial_weights, sampler, grader, held_out: list[tuple]
+) -> utils.Evaluation:
     """Evaluates the policy on samples for held-out problems: rewards, length, whether they finished, and KL.
 
     eval/accuracy is pass@1. Values are first averaged over the samples of a problem, so the standard errors
-    are over problems.
+    are over problems. For the KL, the reference gets the initial weights for a moment.
     """
     problems = [problem for (problem,) in held_out[: args.eval_samples]]
     if not problems:
-        return Evaluation({}, [])
+        return utils.Evaluation({}, [])
     count = args.eval_samples_per_problem
     problem_samples, _ = sampler.sample(policy, problems, count, (args.seed, 0))
     samples, values, _ = grade_samples(grader, problem_samples)  # values: {name: (N,)}
     # This adds length, finished and reward, which is the weighted sum of the rewards in `values`.
     values |= sampling.sample_statistics(samples)
-    values["kl"] = sampler.kl_from_initial(policy, reference, samples)
+    values["kl"] = sampler.kl_from_initial(policy, reference, initial_weights, samples)
     values = {f"eval/{name}": numbers.view(-1, count).mean(1) for name, numbers in values.items()}
-    return Evaluation(values, samples[::count])
+    return utils.Evaluation(values, samples[::count])
 
 
 # === Rewards ===
@@ -558,8 +523,6 @@ def grade_samples(grader, groups: list):
         "format": [format_reward(sample.opening + sample.text) for sample in samples],
         "tag_count": [tag_count_reward(sample.opening + sample.text) for sample in samples],
     }
-    if rewards.keys() != WEIGHTS.keys():
-        raise utils.InputError(f"the rewards {', '.join(rewards)} have the weights {WEIGHTS}")
     rewards = run.broadcast(rewards)  # rank 0's: a reward of your own may differ between ranks
     rewards = {name: sampling.as_rewards(numbers, len(samples)) for name, numbers in rewards.items()}
     totals = sum(WEIGHTS[name] * numbers for name, numbers in rewards.items()).tolist()
@@ -593,18 +556,6 @@ def grpo_metrics(clipped_log_ratio, log_ratio, advantages, epsilon: float):
         "grpo/ratio_mean": ratio,
         "grpo/kl": k3(log_ratio),
         "grpo/clip_fraction": stopped.double(),
-    }
-
-
-def clipping_metrics(args, log_ratio):
-    """Returns for each token whether its log-ratio is beyond a bound, and |log-ratio|.
-
-    With --no-humanline, which clips nothing, tokens beyond a bound are counted all the same.
-    """
-    return {
-        "humanline/clipped_low": (log_ratio < args.log_epsilon_P).double(),
-        "humanline/clipped_high": (log_ratio > args.log_epsilon_R).double(),
-        "humanline/log_ratio_abs_mean": log_ratio.abs(),
     }
 
 

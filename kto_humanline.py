@@ -29,7 +29,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -108,7 +108,7 @@ class Args:
     seed: int = 1  # seed of data order and sampling
     output_dir: str = ""  # run folder; empty: runs/<script>__<seed>__<time>
     resume: str = ""  # run folder to resume; most flags given with it override the run's settings
-    checkpoint_every: int = 100  # steps between checkpoints; 0: only one, at the end or if a run ends early
+    checkpoint_every: int = 100  # steps between checkpoints; 0: only one, at the end or after a signal
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     eval_every: int = 0  # steps between evaluations; 0: only before and after training
     eval_samples: int = 256  # held-out rows whose prompts are sampled, from the first on; 0: none
@@ -134,6 +134,8 @@ TOY = dict(
     eval_dataset=f"{FOLDER}/preferences_test.jsonl.gz",
     dtype="float64",  # results agree to 1e-5 for any number of ranks and micro-batches
     num_steps=320,
+    max_prompt_length=64,
+    max_length=128,  # the positions of its models
     lr=3e-4,
     max_grad_norm=1.0,
     k=32,
@@ -227,18 +229,14 @@ def mismatch(batch: list[tuple], max_length: int) -> list[utils.Example]:
 
 # === Training ===
 def main(args: Args):
-    # Checks the flags, starts the process group, and replaces --dtype auto in args.
-    rank, world, device = run.setup(args, args.batch_size, SCORE)
+    rank, world, device = run.setup(args)  # also replaces --dtype auto in args
 
     # The data is read before the models, so that errors in it appear before minutes of loading.
     tokenizer, eos_ids = data.load_tokenizer(args)
     groups, held_out, groups_per_step = load_data(args, tokenizer, eos_ids)
-    # tokens of the longest training sequence or sample
-    longest = data.longest_sequence(args, groups + held_out)
-    policy, reference = load_models(args, device, longest)
-    # For online rounds and for evaluation. It loads the reward model now, and its engine with the first
-    # samples.
-    sampler = sampling.Sampler(args, tokenizer, eos_ids, device, longest, SCORE)
+    # for online rounds and for evaluations; its engine starts with the first samples
+    sampler = sampling.Sampler(args, tokenizer, eos_ids, device, SCORE)
+    policy, reference = load_models(args, device)
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=args.lr,
@@ -250,111 +248,104 @@ def main(args: Args):
 
     output_dir = run.open_folder(args, __file__)
     run.print_plan(args, output_dir, policy, tokenizer, groups, groups_per_step)
-    # The evaluation of the initial policy is the baseline of every later one, also of a resumed run. It must
-    # come before the checkpoint is loaded, because the sampler keeps the initial weights for eval/kl.
-    before = evaluate(args, policy, reference, sampler, held_out)
-    # progress: the steps and rounds that are done, and the pool, which holds groups that were sampled but not
-    # yet used. Checkpoints hold it. A new run has no checkpoint and starts at step 0. A resume on other data
-    # than `groups` is refused.
-    progress = checkpoint.load_checkpoint(args, output_dir, policy, reference, optimizer, groups)
-    # after the load, so that a failed resume leaves args.json as it was
-    run.save_args(args, output_dir, __file__)
-    log = run.Log(args, output_dir, progress.step, before)
+    # The initial policy is the baseline of all evaluations, also of a resumed run. So it is evaluated, and
+    # its weights are copied for eval/kl, before a checkpoint is loaded.
+    initial_weights = sampling.copy_weights(reference) if held_out else []
+    before = evaluate(args, policy, reference, initial_weights, sampler, held_out)
+    # The steps and rounds that are done, and the pool of groups that were sampled but not yet used.
+    progress = checkpoint.load_checkpoint(output_dir, policy, reference, optimizer)
+    shown = ["eval/loss", "rollout/reward_mean", "logps/chosen", "logps/rejected"]
+    log = run.Log(args, __file__, output_dir, progress.step, before, shown)
+    signals = run.Signals()
 
-    # Whatever ends the loop, the last completed step is saved, unless the optimizer was changing the weights:
-    # then `progress.step` is None.
-    with checkpoint.save_at_exit(args, output_dir, policy, reference, optimizer, progress) as end_step:
-        for step in range(progress.step, args.num_steps):
-            metrics = {"step": step}
-            if step > 0 and args.eval_every and step % args.eval_every == 0:
-                evaluation = evaluate(args, policy, reference, sampler, held_out, before)
-                metrics |= log.write_evaluation(step, evaluation)
-            started = time.perf_counter()
+    for step in range(progress.step, args.num_steps):
+        metrics = {"step": step}
+        if step > 0 and args.eval_every and step % args.eval_every == 0:
+            evaluation = evaluate(args, policy, reference, initial_weights, sampler, held_out, before)
+            metrics |= log.write_evaluation(step, evaluation)
+        started = time.perf_counter()
 
-            # The global batch, the same on all ranks: groups of the data set or, online, pairs of samples.
-            if not args.online:
-                batch = draw_batch(groups, step, groups_per_step, args.seed)
-            else:
-                # A round usually gives several batches. The groups that this step does not use wait in the
-                # pool, even if a new round is drawn and the reference synced before they are used.
-                while len(progress.pool) < groups_per_step:
-                    sync_reference(reference, policy)  # Algorithm 1, line 3: with and without humanline
-                    number = progress.round + 1
-                    new_groups, round_metrics = sample_round(args, sampler, policy, groups, number)
-                    progress.round = number
-                    progress.pool += new_groups
-                    metrics |= round_metrics  # of the newest round
-                batch = progress.pool[:groups_per_step]
-            examples = [example for group in batch for example in group]
+        # The global batch, the same on all ranks: groups of the data set or, online, pairs of samples.
+        if not args.online:
+            batch = draw_batch(groups, step, groups_per_step, args.seed)
+        else:
+            # A round usually gives several batches. The groups that this step does not use wait in the pool,
+            # even if a new round is drawn and the reference synced before they are used.
+            while len(progress.pool) < groups_per_step:
+                sync_reference(reference, policy)  # Algorithm 1, line 3: with and without humanline
+                progress.round += 1
+                new_groups, round_metrics = sample_round(args, sampler, policy, groups, progress.round)
+                progress.pool += new_groups
+                metrics |= round_metrics  # of the newest round
+            batch = progress.pool[:groups_per_step]
+            del progress.pool[:groups_per_step]
+        examples = [example for group in batch for example in group]
 
-            # The reference point, for the global batch
-            mismatched = mismatch(batch, args.max_length)
-            z_0 = reference_point(args, policy, reference, mismatched)  # nats
-            metrics["kto/z_0"] = z_0
+        # The reference point, for the global batch
+        mismatched = mismatch(batch, args.max_length)
+        z_0 = reference_point(args, policy, reference, mismatched)  # nats
+        metrics["kto/z_0"] = z_0
 
-            # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number
-            # of micro-batches. It also sums the gradients over ranks (`shard_model` sets this).
-            lengths = [example.length for example in examples]
-            micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
-            means = utils.Means()
-            total_loss = torch.zeros((), dtype=torch.float64, device=device)
-            for indices in micro_batches[rank::world]:  # lists of indices; number i is for rank i % world
-                micro_batch = [examples[i] for i in indices]
-                # Padded; `token_logps` packs the sequences again, so that padding costs nothing.
-                input_ids, mask = utils.pad_batch(micro_batch, device)  # (B, T)
-                labels = [example.desirable for example in micro_batch]
-                desirable = torch.tensor(labels, device=device)  # (B,)
+        # The gradient. FSDP gathers the weights on all ranks together, so all ranks get the same number
+        # of micro-batches. It also sums the gradients over ranks (`shard_model` sets this).
+        lengths = [example.length for example in examples]
+        micro_batches = utils.make_micro_batches(lengths, world, args.micro_batch_tokens)
+        means = utils.Means()
+        total_loss = torch.zeros((), dtype=torch.float64, device=device)
+        for indices in micro_batches[rank::world]:  # lists of indices; number i is for rank i % world
+            micro_batch = [examples[i] for i in indices]
+            # Padded; `token_logps` packs the sequences again, so that padding costs nothing.
+            input_ids, mask = utils.pad_batch(micro_batch, device)  # (B, T)
+            labels = [example.desirable for example in micro_batch]
+            desirable = torch.tensor(labels, device=device)  # (B,)
 
-                # [:, t] is log π(token t | all tokens before it), in nats, and 0 where mask is 0.
-                with torch.no_grad():  # first, because the policy's activations stay in memory until backward
-                    ref_logps = utils.token_logps(reference, input_ids, mask)  # (B, T)
-                logps = utils.token_logps(policy, input_ids, mask)  # (B, T)
-                log_ratio = logps - ref_logps  # (B, T)
-                clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
-                margins = kto_margins(clipped_log_ratio, mask, desirable, z_0, args.beta)  # (B,)
-                losses = kto_loss(margins, desirable, args.lambda_D, args.lambda_U)  # (B,)
-                utils.check_shape("kto_loss", losses, (len(indices),))
-                loss = losses.sum() / len(examples)  # summed over ranks: the mean over the global batch
-                loss.backward()
-                total_loss += loss.detach()
+            # [:, t] is log π(token t | all tokens before it), in nats, and 0 where mask is 0.
+            with torch.no_grad():  # first, because the policy's activations stay in memory until backward
+                ref_logps = utils.token_logps(reference, input_ids, mask)  # (B, T)
+            logps = utils.token_logps(policy, input_ids, mask)  # (B, T)
+            log_ratio = logps - ref_logps  # (B, T)
+            clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
+            margins = kto_margins(clipped_log_ratio, mask, desirable, z_0, args.beta)  # (B,)
+            losses = kto_loss(margins, desirable, args.lambda_D, args.lambda_U)  # (B,)
+            # Summed over ranks: the mean over the global batch. `view` refuses a loss of another shape.
+            loss = losses.view(len(indices)).sum() / len(examples)
+            loss.backward()
+            total_loss += loss.detach()
 
-                means.add({"rewards/accuracies": utils.above(margins, 0)})
-                rewards = args.beta * sequence_log_ratio(clipped_log_ratio, mask)  # (B,)
-                sums = (logps * mask).sum(-1)  # (B,): log-probs of the completions
-                # As in TRL, "chosen" means desirable and "rejected" means undesirable.
-                means.add({"rewards/chosen": rewards, "logps/chosen": sums}, desirable)
-                means.add({"rewards/rejected": rewards, "logps/rejected": sums}, ~desirable)
-                means.add(clipping_metrics(args, log_ratio), mask)
-            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-            metrics["grad_norm"] = grad_norm.full_tensor().item()  # global norm before clipping
-            metrics |= means.reduce()
-            dist.all_reduce(total_loss)
-            metrics["loss"] = total_loss.item()
-            utils.check_finite(metrics)
+            means.add({"rewards/accuracies": utils.above(margins, 0)})
+            rewards = args.beta * sequence_log_ratio(clipped_log_ratio, mask)  # (B,)
+            sums = logps.sum(-1)  # (B,): log-probs of the completions
+            # As in TRL, "chosen" means desirable and "rejected" means undesirable.
+            means.add({"rewards/chosen": rewards, "logps/chosen": sums}, desirable)
+            means.add({"rewards/rejected": rewards, "logps/rejected": sums}, ~desirable)
+            means.add(utils.clipping_metrics(log_ratio, args.log_epsilon_P, args.log_epsilon_R), mask)
+        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
 
-            # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
-            # takes the weights that produced this gradient, and the update then moves the policy away from
-            # them. A sync after the update would make both models equal. With k = 1 every log-ratio would
-            # then be 0, and no token would be clipped.
-            if args.humanline and args.k > 0 and step % args.k == 0:
-                sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
+        # Humanline syncs after backward and before the update, at steps 0, k, 2k and so on: the reference
+        # takes the weights that produced this gradient, and the update then moves the policy away from
+        # them. A sync after the update would make both models equal. With k = 1 every log-ratio would
+        # then be 0, and no token would be clipped.
+        if args.humanline and args.k > 0 and step % args.k == 0:
+            sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
 
-            progress.step = None  # an error before the end of the update saves no checkpoint
+        # The update. The learning rate rises linearly (warmup: Table 1) and then stays constant.
+        lr = args.lr * min(1.0, (step + 1) / warmup_steps)
+        for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
+            param_group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
 
-            # The update. The learning rate rises linearly (warmup: Table 1) and then stays constant.
-            metrics["lr"] = args.lr * min(1.0, (step + 1) / warmup_steps)
-            for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
-                param_group["lr"] = metrics["lr"]
-            optimizer.step()
-            optimizer.zero_grad()
+        dist.all_reduce(total_loss)
+        grad_norm = grad_norm.full_tensor()  # global norm before clipping
+        metrics |= {"loss": total_loss.item(), "grad_norm": grad_norm.item(), "lr": lr}
+        metrics |= means.reduce() | run.perf_metrics(started, sum(lengths))
+        utils.check_finite(metrics)
+        log.write(metrics)
+        progress.step = step + 1
+        checkpoint.end_step(args, output_dir, policy, reference, optimizer, progress, signals)
 
-            del progress.pool[:groups_per_step]  # offline, the pool is empty
-            progress.step = step + 1
-            log.write(metrics | run.perf_metrics(started, sum(lengths)))
-            end_step()  # saves if a checkpoint is due; ends the run after SIGINT or SIGTERM
-
-        after = evaluate(args, policy, reference, sampler, held_out, before)
-
+    signals.release()
+    after = evaluate(args, policy, reference, initial_weights, sampler, held_out, before)
     run.export(output_dir / "final", policy, tokenizer, eos_ids)
     log.report(progress.step, after)
     dist.barrier()  # all ranks wait until rank 0 has written everything
@@ -369,98 +360,42 @@ def load_data(args, tokenizer, eos_ids) -> tuple[list, list, int]:
         The groups of both ([] without --eval-dataset), and the number of groups in a step. A pair is two of
         the examples of --batch-size, and both stay in one step, as in DPO.
     """
-    groups = load_groups(args, tokenizer, eos_ids, args.dataset, args.dataset_split)
+    tools = args, tokenizer, eos_ids
+    encode_train = encode_prompt if args.online else encode_row
+    groups = data.load_groups(*tools, args.dataset, args.dataset_split, encode_train)
     held_out = []
     if args.eval_dataset:
-        held_out = load_groups(args, tokenizer, eos_ids, args.eval_dataset, args.eval_split, held_out=True)
+        held_out = data.load_groups(*tools, args.eval_dataset, args.eval_split, encode_row)
     group_size = 2 if args.online else len(groups[0])  # online, each prompt becomes a pair
     groups_per_step = args.batch_size // group_size
-    if args.batch_size % group_size or groups_per_step < 2:
-        least = 2 * group_size  # z_0 needs two prompts
-        raise utils.InputError(
-            f"--batch-size {args.batch_size} must be a multiple of {group_size}, and at least {least}"
-        )
+    if args.batch_size % group_size:
+        raise utils.InputError(f"--batch-size {args.batch_size} must be a multiple of {group_size}")
     if not args.online:
         data.check_groups(args.dataset, groups, group_size, groups_per_step)
-        labels = [example.desirable for group in groups for example in group]
-        run.print_main(f"labels: {labels.count(True)} true, {labels.count(False)} false (KTO expects both)")
     return groups, held_out, groups_per_step
 
 
-def load_groups(args, tokenizer, eos_ids, name: str, split: str, **options) -> list[tuple]:
-    """Reads and tokenizes a data set. Returns the groups of its rows, and prints a summary of them.
-
-    The ranks of a machine share the work. options: further arguments of `encode_row`.
-    """
-    encode = partial(encode_row, args, tokenizer, eos_ids, **options)
-    groups, skipped = data.encode_rows(name, split, encode)
-    data.print_summary(name, eos_ids, groups, skipped)
-    return groups
-
-
-def encode_row(args, tokenizer, eos_ids, row, held_out: bool = False):
-    """Returns a labelled Example, a pair, or the prompt alone, as a tuple. Edit it to read other columns.
-
-    Training with --online reads the prompt alone. A held-out row may have completions or none.
+def encode_row(args, tokenizer, eos_ids, row):
+    """Returns (labelled,), a pair, or (prompt,) of a row without them. Edit it to read other columns.
 
     Raises data.SkipRow to skip the row, and utils.InputError to end the run because the row is malformed.
     """
-    data.check_row(row)  # refuses rows with a column such as "system", which no script reads
-    prompt_only = args.online
-    if held_out:
-        prompt_only = row.get("completion") is None and row.get("chosen") is None
-    if prompt_only:
-        prompt, completions = read_prompt(row), []
-        labels = [None]
-    elif row.get("completion") is not None:
-        data.require_columns(row, "prompt", "label")
-        if row["label"] not in (0, 1):  # false and true are 0 and 1
+    prompt = data.read_prompt(row)
+    completions, labels = [], [None]
+    if row.get("completion") is not None:
+        if row.get("label") not in (0, 1):  # false and true are 0 and 1
             raise utils.InputError("label must be true or false")
-        prompt = row["prompt"]
-        completions = [row["completion"]]
-        labels = [bool(row["label"])]
-    else:
-        prompt, completions = read_pair(row)
-        labels = [True, False]
-    examples = data.encode(args, tokenizer, eos_ids, prompt, completions)
-    examples = [example._replace(desirable=label) for example, label in zip(examples, labels)]
-    # Training on the data set reads token ids alone, so texts are kept only where samples get rewards.
-    if args.online or held_out:
-        kept_row = row if SCORE else None
-        examples = [example._replace(prompt=prompt, row=kept_row) for example in examples]
-    return tuple(examples)
+        completions, labels = [row["completion"]], [bool(row["label"])]
+    elif row.get("chosen") is not None:
+        completions, labels = [row["chosen"], row["rejected"]], [True, False]
+    examples = data.encode(args, tokenizer, eos_ids, prompt, completions, row if SCORE else None)
+    return tuple(example._replace(desirable=label) for example, label in zip(examples, labels))
 
 
-def read_pair(row):
-    """Reads the prompt and [chosen, rejected].
-
-    A row has one of these forms, where Q stands for one or more messages, of which the last is the user's,
-    and A and B are messages of the assistant:
-        1. {"prompt": "text", "chosen": "text", "rejected": "text"}
-        2. {"prompt": [Q], "chosen": [A], "rejected": [B]}
-        3. {"chosen": [Q, A], "rejected": [Q, B]}, with or without a "prompt": [Q], or the text of a message
-           of Q (UltraFeedback)
-    """
-    data.require_columns(row, "chosen", "rejected")
-    chosen, rejected = row["chosen"], row["rejected"]
-    if isinstance(chosen, list) and len(chosen) > 1:  # form 3
-        messages = chosen[:-1]
-        # what may stand in the column "prompt": nothing, these messages, or the text of one of them
-        prompts = [None, messages, *(message["content"] for message in messages)]
-        if rejected[:-1] != messages or row.get("prompt") not in prompts:
-            raise utils.InputError("chosen and rejected must both be the prompt and one more message")
-        return messages, [chosen[-1:], rejected[-1:]]
-    data.require_columns(row, "prompt")
-    return row["prompt"], [chosen, rejected]
-
-
-def read_prompt(row):
-    """Reads the prompt alone, also if completions are missing or broken."""
-    chosen = row.get("chosen")
-    if isinstance(chosen, list) and len(chosen) > 1 and isinstance(chosen[0], dict):  # form 3 of `read_pair`
-        return chosen[:-1]
-    data.require_columns(row, "prompt")
-    return row["prompt"]
+def encode_prompt(args, tokenizer, eos_ids, row):
+    """Returns (prompt,), whatever completions the row has."""
+    prompt = data.read_prompt(row)
+    return data.encode(args, tokenizer, eos_ids, prompt, row=row if SCORE else None)
 
 
 def draw_batch(groups, number: int, size: int, seed: int):
@@ -475,18 +410,15 @@ def draw_batch(groups, number: int, size: int, seed: int):
 
 
 # === Models ===
-def load_models(args, device, longest: int):
+def load_models(args, device):
     """Loads the policy (stored in fp32) and the reference (stored in bf16 if --dtype is, else in fp32).
 
     Both compute in --dtype. A reference in bf16 loses nothing, because in bf16 the policy computes with
     rounded weights, too.
-
-    longest: the maximum length of a sequence, in tokens.
     """
 
     def load(dtype):
-        model = run.load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
-        run.check_positions(model.config, longest)
+        model = run.load_pretrained(args, AutoModelForCausalLM, args.model, dtype)
         # Both models stay in eval mode, because dropout would make them differ at step 0.
         return shard_model(args, model, device).eval()
 
@@ -503,16 +435,15 @@ def load_models(args, device, longest: int):
         # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
         # log-probs would be wrong without any error. So a short trial sets the fastest attention whose packed
         # log-probs equal those of a plain forward pass.
-        attention = utils.choose_attention(model, longest)
-        if args.compile:
-            for block in decoder_blocks(model):
+        attention = utils.choose_attention(model, run.longest_sequence(args))
+        for block in run.decoder_blocks(model):
+            if args.compile:
                 block.forward = torch.compile(block.forward, dynamic=True)
-    if args.gradient_checkpointing:
-        for block in decoder_blocks(policy):
-            # Recomputes activations in backward, inside of FSDP's hooks, which gather the weights for it.
-            # transformers' own checkpointing needs train mode, which would start dropout. Compiled code must
-            # be inside, because torch does not compile what calls `recompute`.
-            block.forward = partial(recompute, block.forward, use_reentrant=False)
+            if args.gradient_checkpointing:
+                # Recomputes activations in backward, inside of FSDP's hooks, which gather the weights for it.
+                # transformers' own checkpointing needs train mode, which would start dropout. Compiled code
+                # must be inside, because torch does not compile what calls `recompute`.
+                block.forward = partial(recompute, block.forward, use_reentrant=False)
     run.print_main(f"attention: {attention}")  # of both models
     return policy, reference
 
@@ -529,7 +460,7 @@ def shard_model(args, model, device):
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     if shard_size == world:
         mesh = mesh["shard"]
-    units = decoder_blocks(model)
+    units = run.decoder_blocks(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight is not head.weight:  # a tied weight belongs to two modules, so the root must hold it
         units += [embedding, head]
@@ -537,8 +468,7 @@ def shard_model(args, model, device):
     # Gradients are summed over ranks in fp32 or wider, because bf16 sums over many ranks lose small terms.
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype)
-    # Children before parents, as FSDP2 requires. In a few models, such as Mamba, a unit contains others.
-    for module in [*reversed(units), model]:
+    for module in [*units, model]:  # children before parents, as FSDP2 requires
         # By default FSDP2 leaves the root gathered after forward, for use in backward. The reference never
         # runs backward, so its next forward would still use the weights from before a sync.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
@@ -548,13 +478,6 @@ def shard_model(args, model, device):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return model
-
-
-def decoder_blocks(model):
-    """Returns the decoder layers, whose classes transformers lists in `_no_split_modules`."""
-    names = model._no_split_modules or ()
-    # `fully_shard` puts "FSDP" before the class names.
-    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
 
 
 # === Rounds and evaluation ===
@@ -572,7 +495,7 @@ def sample_round(args, sampler, policy, groups: list[tuple], number: int):
     samples, metrics = sampler.sample(policy, prompts, args.samples_per_prompt, (args.seed, number))
     pairs = []
     for prompt_samples in samples:
-        pair = best_and_worst(prompt_samples, args.reward_threshold)
+        pair = sampling.best_and_worst(prompt_samples, args.reward_threshold)
         if pair:
             # The best sample is desirable, the worst undesirable (C.1.2). The rewards are those of the
             # complete samples. Training truncates the samples.
@@ -588,26 +511,9 @@ def sample_round(args, sampler, policy, groups: list[tuple], number: int):
     return pairs, metrics
 
 
-def best_and_worst(samples: list[utils.Example], threshold: float):
-    """Returns the samples with the highest and the lowest reward, or () if these are too close.
-
-    They are too close if they differ by less than τ, or if they are equal (which matters for a τ of 0).
-    """
-    best = max(samples, key=lambda sample: sample.reward)
-    worst = min(samples, key=lambda sample: sample.reward)
-    difference = best.reward - worst.reward
-    if difference == 0 or difference < threshold:
-        return ()
-    return best, worst
-
-
-class Evaluation(NamedTuple):
-    values: dict  # {name: one value for each example or sample}
-    logps: torch.Tensor | None  # (B, T) nats, of the held-out completions
-    samples: list  # one sample for the prompt of each of the first --eval-samples rows
-
-
-def evaluate(args, policy, reference, sampler, held_out: list[tuple], initial=None) -> Evaluation:
+def evaluate(
+    args, policy, reference, initial_weights, sampler, held_out: list[tuple], initial=None
+) -> utils.Evaluation:
     """Evaluates the policy on held-out examples and on samples for the prompts of the first rows.
 
     The examples give the loss without humanline clipping, where the reference is the initial policy. There
@@ -616,6 +522,7 @@ def evaluate(args, policy, reference, sampler, held_out: list[tuple], initial=No
     reward and the win rate over the initial policy's samples.
 
     Args:
+        reference, initial_weights: of the initial policy. For eval/kl, the reference gets them for a moment.
         initial: the evaluation of the initial policy, or None when this is that evaluation.
     """
     values = {}  # {name: one value for each example or sample}
@@ -629,24 +536,8 @@ def evaluate(args, policy, reference, sampler, held_out: list[tuple], initial=No
         values["eval/loss"] = kto_loss(margins, desirable, args.lambda_D, args.lambda_U)
         values["eval/accuracy"] = utils.above(margins, 0)  # 1, 0.5 if equal, or 0
         values["eval/margin"] = margins  # β · nats
-    # A prompt that stands in several rows is sampled once for each of them.
-    prompts = [group[0] for group in held_out[: args.eval_samples]]
-    # For eval/kl, the reference gets the initial policy's weights, and its own back before this returns.
-    samples, sample_values = sampler.evaluate(policy, reference, prompts, initial)
-    return Evaluation(sample_values | values, logps, samples)  # in this order in the table at the end
-
-
-# === Metrics ===
-def clipping_metrics(args, log_ratio):
-    """Returns for each token whether its log-ratio is beyond a bound, and |log-ratio|.
-
-    With --no-humanline, which clips nothing, tokens beyond a bound are counted all the same.
-    """
-    return {
-        "humanline/clipped_low": (log_ratio < args.log_epsilon_P).double(),
-        "humanline/clipped_high": (log_ratio > args.log_epsilon_R).double(),
-        "humanline/log_ratio_abs_mean": log_ratio.abs(),
-    }
+    samples, sample_values = sampler.evaluate(policy, reference, initial_weights, held_out, initial)
+    return utils.Evaluation(sample_values | values, samples, logps)  # in this order in the table at the end
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ Notation: B sequences of T tokens, N completion tokens (in statistics: N samples
 hidden size D. Log-probs are in nats. A mask is 1 at completion tokens and 0 elsewhere.
 """
 
-import bisect
 import contextlib
 import heapq
 import inspect
@@ -113,11 +112,12 @@ def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int):
             heapq.heapreplace(heap, (tokens, smallest))
         return micro_batches
 
-    # If a count is enough, every larger one is too, because a further micro-batch never makes the fullest one
-    # fuller. So bisection finds the smallest count. With one micro-batch for each sequence it is enough.
-    counts = range(ranks, len(lengths) + ranks + 1, ranks)
-    fewest = bisect.bisect_left(counts, True, key=lambda count: distribute(count) is not None)
-    return distribute(counts[fewest])
+    micro_batches = None
+    count = 0
+    while micro_batches is None:  # with one micro-batch for each sequence it is enough
+        count += ranks
+        micro_batches = distribute(count)
+    return micro_batches
 
 
 def pad_batch(examples: list[Example], device):
@@ -136,9 +136,6 @@ def pad_rows(rows, device, value=0, side: str = "right"):
 # === Log-probs ===
 # The log-probs of completion tokens. A model may be called in another way, as long as `token_logps` returns
 # the same numbers: tests/test_utils.py compares them with the two lines in its docstring.
-
-# Attention implementations that keep packed sequences apart (see "Packing and attention" below).
-PACKED = ("varlen", "loop", "flash_attention_2")
 
 
 def token_logps(model, input_ids, mask, temperature: float = 1.0):
@@ -167,7 +164,7 @@ def token_logps(model, input_ids, mask, temperature: float = 1.0):
     # The hidden state at t - 1 predicts token t. The last token predicts nothing.
     predicting = F.pad(selected[:, 1:], (0, 1))  # (B, T)
     inputs = {"input_ids": input_ids}  # no mask: padding is on the right, and causal attention never sees it
-    if model.config._attn_implementation in PACKED:
+    if model.config._attn_implementation in ATTENTION:  # one of those that keep packed sequences apart
         inputs, predicting = pack(input_ids, predicting)  # (1, ΣT) each, with the N targets in the same order
 
     head = model.get_output_embeddings()  # an nn.Linear
@@ -244,13 +241,10 @@ class Means:
         Args:
             values: {name: one value for each sequence, pair or token}.
             weights: a tensor of the same shape; a mask selects the values to average. None: all.
-
-        Raises ValueError if the shapes differ, because broadcasting would count values several times.
         """
         for name, value in values.items():
-            weight = torch.ones_like(value) if weights is None else weights
-            if weight.shape != value.shape:
-                raise ValueError(f"{name} has shape {tuple(value.shape)}, its weights {tuple(weight.shape)}")
+            # With other shapes, broadcasting would count values several times; `view_as` refuses them.
+            weight = torch.ones_like(value) if weights is None else weights.view_as(value)
             total = (value.detach() * weight).sum()
             sums = torch.stack([total.double(), weight.sum().double()])
             self.sums[name] = self.sums.get(name, 0) + sums
@@ -258,14 +252,32 @@ class Means:
     def reduce(self) -> dict[str, float]:
         """Returns the means over all ranks. Metrics whose weights are all 0 are omitted.
 
-        All ranks must have added the same names.
+        All ranks must have added the same names in the same order.
         """
-        names = sorted(self.sums)  # ranks may have added them in another order
-        totals = torch.stack([self.sums[name] for name in names])  # (names, 2)
+        totals = torch.stack(list(self.sums.values()))  # (names, 2)
         dist.all_reduce(totals)
-        totals = dict(zip(names, totals.cpu()))
-        names_totals = [(name, *totals[name]) for name in self.sums]
-        return {name: (total / weight).item() for name, total, weight in names_totals if weight > 0}
+        pairs = zip(self.sums, totals.cpu())
+        return {name: (total / weight).item() for name, (total, weight) in pairs if weight > 0}
+
+
+def clipping_metrics(log_ratio, log_epsilon_P: float, log_epsilon_R: float):
+    """Returns for each token whether its log-ratio is beyond a humanline bound, and |log-ratio|.
+
+    With --no-humanline, which clips nothing, tokens beyond a bound are counted all the same.
+    """
+    return {
+        "humanline/clipped_low": (log_ratio < log_epsilon_P).double(),
+        "humanline/clipped_high": (log_ratio > log_epsilon_R).double(),
+        "humanline/log_ratio_abs_mean": log_ratio.abs(),
+    }
+
+
+class Evaluation(NamedTuple):
+    """What a script's `evaluate` returns."""
+
+    values: dict  # {name: one value for each pair, example, group, problem or sample}
+    samples: list  # one sample for the prompt of each of the first --eval-samples rows
+    logps: torch.Tensor | None = None  # (B, T) nats, of the held-out completions
 
 
 def above(values, baseline):
@@ -277,24 +289,14 @@ def mean_and_error(values: dict[str, torch.Tensor]) -> dict[str, tuple]:
     """Returns {name: (mean, standard error, n)} of {name: n values}. The error of one value is nan."""
     statistics = {}
     for name, numbers in values.items():
-        numbers = numbers.double()
-        error = numbers.std() / math.sqrt(len(numbers))
-        statistics[name] = (numbers.mean().item(), error.item(), len(numbers))
+        error = numbers.double().std() / math.sqrt(len(numbers))
+        statistics[name] = (numbers.double().mean().item(), error.item(), len(numbers))
     return statistics
 
 
-def check_shape(function: str, tensor, shape):
-    """Raises ValueError if an edited function returns another shape, which broadcasting would hide."""
-    if tensor.shape != torch.Size(shape):
-        raise ValueError(
-            f"{function} returned a tensor of shape {tuple(tensor.shape)} instead of {tuple(shape)}"
-        )
-
-
 def check_finite(metrics: dict):
-    """Raises InputError, before the update, if a step's loss or gradient norm is not finite."""
-    loss = metrics["loss"]
-    grad_norm = metrics["grad_norm"]
+    """Raises InputError if a step's loss or gradient norm is not finite."""
+    loss, grad_norm = metrics["loss"], metrics["grad_norm"]
     if not math.isfinite(loss + grad_norm):
         raise InputError(f"step {metrics['step']}: loss {loss}, gradient norm {grad_norm}; lower --lr")
 
@@ -305,8 +307,7 @@ def check_finite(metrics: dict):
 # pass, and refuses an attention that is wrong. Packing only saves time: to train without it, let
 # `attention_candidates` return the model's own attention alone.
 #
-# `pack` passes the lengths under the names that transformers' flash attention expects. To try flash attention
-# (pip install flash-attn), add "flash_attention_2" to what `attention_candidates` returns.
+# `pack` passes the lengths under the names that transformers' flash attention expects.
 
 
 def pack(input_ids, predicting):
@@ -514,10 +515,6 @@ class HeadLogps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_logps):
-        if torch.is_grad_enabled():
-            # For a gradient penalty (create_graph) a second derivative would be silently wrong.
-            # `once_differentiable` would raise only if d_logps needs a gradient.
-            raise NotImplementedError("HeadLogps has no second derivative, so create_graph must be False")
         *inputs, L = ctx.saved_tensors
         hidden, _, weight, bias = inputs
         softcap, temperature = ctx.settings

@@ -15,7 +15,7 @@
 LLAMA=(--model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm)
 OFFLINE=("${LLAMA[@]}" --dataset-split "train[:10000]")
 ONLINE=("${LLAMA[@]}" --dataset-split "train[:14000]" --online
-    --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code)
+    --reward-model runs/armorm --trust-remote-code)
 EVAL=(--eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156)
 
 # DPO: offline (18.07, 16.07, 1767), offline + humanline (24.82 ± 1.36 in Table 6, 20.18, 1637), online

@@ -22,7 +22,7 @@
 LLAMA=(--model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm)
 OFFLINE=("${LLAMA[@]}" --dataset-split "train[:10000]")
 ONLINE=("${LLAMA[@]}" --dataset-split "train[:14000]" --online
-    --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code)
+    --reward-model runs/armorm --trust-remote-code)
 EVAL=(--eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156)
 
 # DPO offline. Table 3: LC-WR 18.07, WR 16.07, length 1767.

@@ -15,7 +15,7 @@
 LLAMA=(--model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm)
 OFFLINE=("${LLAMA[@]}" --dataset-split "train[:10000]")
 ONLINE=("${LLAMA[@]}" --dataset-split "train[:14000]" --online
-    --reward-model RLHFlow/ArmoRM-Llama3-8B-v0.1 --trust-remote-code)
+    --reward-model runs/armorm --trust-remote-code)
 ALONE=(--gradient-checkpointing --checkpoint-every 0)
 
 for seed in 1 2 3 4 5; do

@@ -31,18 +31,12 @@ class Args(dpo.Args):
 def main(args: Args):
     """Writes the four files."""
     args.max_new_tokens = 1  # nothing is sampled
-    _, _, device = run.setup(args, args.batch_size)
+    _, _, device = run.setup(args)
     tokenizer, eos_ids = data.load_tokenizer(args)
-    encode_row = dpo.encode_row
-
-    def encode_and_keep(args, tokenizer, eos_ids, row, **options):
-        chosen, *others = encode_row(args, tokenizer, eos_ids, row, **options)
-        return chosen._replace(row=row), *others
-
-    dpo.encode_row = encode_and_keep
+    dpo.SCORE = len  # any function: then examples keep their rows
     groups, _ = dpo.load_data(args, tokenizer, eos_ids)
     chosen = [pair[0] for pair in groups]
-    _, reference = dpo.load_models(args, device, data.longest_sequence(args, groups))
+    _, reference = dpo.load_models(args, device)
     logps, mask = utils.completion_logps(reference, chosen, args.micro_batch_tokens)
     averages = logps.sum(1) / mask.sum(1)  # (B,)
     if dist.get_rank() == 0:

@@ -9,11 +9,9 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -40,43 +38,28 @@ def print_main(text: str):
             print(text, flush=True)  # a log file then shows how far the run is
 
 
-# === Errors ===
-# A mistake in the flags, files or rows that users make often is an InputError, which ends a run with one line
-# and exit status 1. Every other exception keeps its traceback.
-
-
 @contextmanager
 def exit_on_input_error():
-    """Ends the run with one line on stderr if an InputError is raised inside; with torchrun, one per rank.
+    """Ends the run with one line on stderr and exit status 1 after an InputError or OSError.
 
-    Notes that were added to the error, for example the file and the line, stand before its message.
+    An InputError is a mistake in the flags, files or rows that users make often, an OSError for example a
+    model or a file that is not there. Every other exception keeps its traceback. Notes that were added to the
+    error, such as the row, stand before its message.
     """
     try:
         yield
-    except InputError as error:
-        if dist.is_initialized() and dist.get_backend() == "gloo":
-            dist.destroy_process_group()  # otherwise gloo's threads abort the process when it exits
+    except (InputError, OSError) as error:
         raise SystemExit(": ".join(["error", *getattr(error, "__notes__", []), str(error)])) from None
-
-
-@contextmanager
-def library_errors(place: str):
-    """Turns an exception that a library raises about a file of the user into an InputError.
-
-    place: what the library was reading, for example "--model X". The message starts with it.
-    """
-    try:
-        yield
-    except Exception as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise InputError(f"{place}: {type(error).__name__}: {first_line}") from error
 
 
 # === Flags ===
 
-# Flags that a resume cannot change: those on which the rows of a step depend, and the folder. Each script has
-# some of them.
+# Flags that a resume cannot change: those on which the rows of a step depend, the folder, and the optimizer's
+# settings, which a checkpoint holds. Each script has some of them.
 FIXED_BY_RESUME = {"batch_size", "group_size", "prompts_per_step", "round_prompts", "seed", "output_dir"}
+FIXED_BY_RESUME |= {"weight_decay", "adam_eps"}
+# Flags of which 0 would be an error after minutes of loading, or a run that learns nothing
+POSITIVE = {"batch_size", "group_size", "prompts_per_step", "round_prompts", "max_grad_norm", "temperature"}
 
 
 def parse_args(Args, file: str, doc: str, toy: dict, toy_online: dict, paper: dict, flags=None):
@@ -99,29 +82,22 @@ def parse_args(Args, file: str, doc: str, toy: dict, toy_online: dict, paper: di
     else:
         default = Args(**toy | (toy_online if online else {}))
     args = tyro.cli(Args, args=flags, default=default, description=doc)
-    changed = {name for name in FIXED_BY_RESUME if getattr(args, name, "") != getattr(default, name, "")}
+    changed = dict(vars(args).items() - vars(default).items()).keys() & FIXED_BY_RESUME
     if given.resume and changed:
         raise InputError(f"--resume cannot change {', '.join(sorted(changed))}")
-    settings = [f"{field.name} {vars(args)[field.name]}" for field in fields(Args) if is_changed(args, field)]
-    print_main(f"settings that differ from the defaults of {Path(file).name}: {', '.join(settings)}")
+    others = sorted(vars(args).items() - vars(Args()).items())
+    print_main(
+        "settings that differ from the defaults: " + ", ".join(f"{name} {value}" for name, value in others)
+    )
     return args
-
-
-def is_changed(args, field) -> bool:
-    """Returns whether a field of Args has another value than its default in the script."""
-    return getattr(args, field.name) != field.default
 
 
 def save_args(args, folder: Path, file: str):
     """Writes args.json, from which --resume takes the settings of the run, with the versions that made it."""
-    if not is_main():
-        return
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    if shutil.which("git"):
-        command = ["git", "-C", Path(file).parent, "rev-parse", "HEAD"]  # prints nothing outside of a clone
-        versions["commit"] = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    saved = vars(args) | {"script": Path(file).stem, "versions": versions}
-    write_file(folder / "args.json", json.dumps(saved, indent=2))
+    if is_main():
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        saved = vars(args) | {"script": Path(file).stem, "versions": versions}
+        write_file(folder / "args.json", json.dumps(saved, indent=2))
 
 
 def load_args(Args, folder: str, file: str):
@@ -130,67 +106,55 @@ def load_args(Args, folder: str, file: str):
     if not path.exists():
         raise InputError(f"--resume {folder}: no args.json; pass the folder of a run, for example runs/NAME")
     saved = json.loads(path.read_text())
+    saved.pop("versions", None)
     if saved.pop("script") != Path(file).stem:
         raise InputError(f"--resume {folder}: it is not a run of {Path(file).name}")
-    saved.pop("versions", None)
     return Args(**saved)
 
 
-# The least value of flags that may not be 0. A group of one sample has no advantage.
-LEAST = dict.fromkeys(("group_size", "samples_per_prompt"), 2)
-LEAST |= dict.fromkeys(("batch_size", "prompts_per_step", "round_prompts", "generation_batch_size"), 1)
-LEAST |= dict.fromkeys(("sample_every", "max_new_tokens", "eval_samples_per_problem"), 1)
-LEAST["vllm_tensor_parallel"] = 1
-
-
-def check_flags(args, batch_size: int, score):
+def check_flags(args):
     """Raises InputError for the mistakes that would appear after minutes of loading, or never."""
     for name, value in vars(args).items():
         # Smaller numbers mean nothing, and some would be ignored: with --k -1 no sync would ever be due.
-        least = LEAST.get(name, 0)
-        if isinstance(value, int | float) and value < least and name != "log_epsilon_P":
-            raise InputError(f"--{name.replace('_', '-')} {value}: it must be at least {least}")
+        too_small = isinstance(value, int | float) and (value < 0 or (value == 0 and name in POSITIVE))
+        if too_small and name != "log_epsilon_P":
+            raise InputError(f"--{name.replace('_', '-')} {value}: it must be larger")
     if not args.log_epsilon_P < 0 < args.log_epsilon_R:
         raise InputError("--log-epsilon-P must be negative and --log-epsilon-R positive")
-    if args.max_grad_norm == 0:
-        raise InputError("--max-grad-norm 0 would make every gradient 0; inf: no clipping")
-    if args.temperature == 0:
-        raise InputError("--temperature 0: for greedy sampling pass --top-p 1e-9")
     if not args.dataset:
         raise InputError(f"--model {args.model} needs a --dataset")
-    online = getattr(args, "online", False)  # grpo_math has no such flag
-    if online and not (args.reward_model or score):
-        raise InputError("--online needs a --reward-model or a function as SCORE (docs/grpo.md)")
-    if score and args.reward_model:
-        raise InputError('SCORE and --reward-model are both set: set SCORE to None, or --reward-model ""')
-    if score and not online and not (args.eval_dataset and args.eval_samples):
-        raise InputError("SCORE has nothing to score without --online, or --eval-dataset and --eval-samples")
-    if batch_size % getattr(args, "group_size", 1):
-        raise InputError(f"--batch-size {batch_size} must be a multiple of --group-size {args.group_size}")
     world = int(os.environ.get("WORLD_SIZE", 1))
-    if batch_size % world or world % (args.shard_size or world):
-        raise InputError(f"{world} ranks must divide the batch of {batch_size}, and --shard-size the ranks")
-    if world % args.vllm_tensor_parallel:
-        raise InputError(f"--vllm-tensor-parallel {args.vllm_tensor_parallel} must divide the {world} ranks")
+    group_size = getattr(args, "group_size", 1)
+    batch_size = getattr(args, "batch_size", 0) or args.prompts_per_step * group_size
+    if batch_size % world or batch_size % group_size:
+        raise InputError(f"the batch of {batch_size} must be a multiple of --group-size and of {world} ranks")
     if not args.resume and args.output_dir and Path(args.output_dir, "args.json").exists():
         raise InputError(f"--output-dir {args.output_dir} holds a run; to resume it, pass it as --resume")
+
+
+def will_sample(args) -> bool:
+    """Returns whether a run samples, in training or in evaluations."""
+    # grpo_math always samples, and has no flag --online.
+    return getattr(args, "online", True) or bool(args.eval_dataset and args.eval_samples)
+
+
+def longest_sequence(args) -> int:
+    """Returns the number of tokens that no training sequence and no sample of a run will exceed."""
+    sampled = args.max_prompt_length + args.max_new_tokens if will_sample(args) else 0
+    return max(args.max_length, sampled)
 
 
 # === Ranks and signals ===
 # A run is one process or several ranks (torchrun), on one machine or on several.
 
 
-def setup(args, batch_size: int, score=None):
+def setup(args):
     """Checks the flags, starts the process group and resolves --dtype auto in `args`.
-
-    Args:
-        batch_size: the number of sequences or pairs in a step.
-        score: a function that replaces --reward-model.
 
     Returns:
         Rank, world size and device.
     """
-    check_flags(args, batch_size, score)
+    check_flags(args)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         # Sequence lengths vary, which fragments GPU memory. This variable must be set before CUDA starts.
@@ -208,8 +172,6 @@ def setup(args, batch_size: int, score=None):
         dist.init_process_group(backend)
     else:  # not started by torchrun: a process group of one rank needs no address
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if gather(vars(args)) != [vars(args)] * dist.get_world_size():  # for example on another machine
-        raise InputError("the ranks have different flags")
     transformers.utils.logging.disable_progress_bar()
     if args.dtype == "auto":
         args.dtype = "bfloat16" if device.type == "cuda" else "float32"
@@ -232,12 +194,11 @@ def broadcast(value):
 
 def share(items: list, part: int, parts: int) -> list:
     """Returns one of the parts of a list. Their sum is the list."""
-    first, end = (len(items) * number // parts for number in (part, part + 1))
-    return items[first:end]
+    return items[len(items) * part // parts : len(items) * (part + 1) // parts]
 
 
 class Signals:
-    """Records SIGINT and SIGTERM, so that a run can end after the current step (`checkpoint.save_at_exit`).
+    """Records SIGINT and SIGTERM, so that a run can end after the current step (`checkpoint.end_step`).
 
     A signal that comes two seconds later, or more, ends the process at once. An earlier one is the same
     again: a terminal or a scheduler sends one to every process, and torchrun sends another to its ranks.
@@ -246,37 +207,30 @@ class Signals:
     `--shutdown-timeout SECONDS`.
     """
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
-
     def __init__(self):
         self.received = 0  # the number of the signal that this rank has received
         self.time = math.inf  # of the first one, in seconds
-        for number in self.numbers:
-            signal.signal(number, self.record)
-        # A reward function may start processes, which a signal must end as usual. Around a fork signals wait,
-        # because Python forgets a signal that a new process receives before it has started.
-        os.register_at_fork(
-            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, self.numbers),
-            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, self.numbers),
-            after_in_child=self.release,
-        )
+        self.handle(self.record)
+        # A reward function may start processes, which a signal must end as usual.
+        os.register_at_fork(after_in_child=self.release)
+
+    def handle(self, handler):
+        signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGTERM, handler)
 
     def record(self, number: int, frame):
         if time.monotonic() > self.time + 2:
             self.release()
             signal.raise_signal(number)
-        if self.received:
-            return
-        self.received = number
-        self.time = time.monotonic()
-        if is_main():  # not by print, which must not be called while another print is running
-            os.write(2, b"\nstopping after this step, with a checkpoint (again: at once, without)\n")
+        elif not self.received:
+            self.received = number
+            self.time = time.monotonic()
+            if is_main():  # not by print, which must not be called while another print is running
+                os.write(2, b"\nstopping after this step, with a checkpoint (again: at once, without)\n")
 
     def release(self):
         """From here on, signals end the process at once."""
-        for number in self.numbers:
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.numbers)
+        self.handle(signal.SIG_DFL)
 
 
 # === Models ===
@@ -293,17 +247,18 @@ def storage_dtype(args) -> torch.dtype:
     return torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
 
 
-def load_pretrained(auto_class, name: str, dtype, trust_remote_code: bool):
+def load_pretrained(args, auto_class, name: str, dtype):
     """Loads a model from safetensors files.
 
     transformers only warns about a weight that the files lack, and initializes it at random. Here this is an
-    InputError.
+    InputError, and so are too few positions for the sequences of the run.
 
     Args:
         auto_class: for example AutoModelForCausalLM.
         dtype: a dtype, or "auto": that of the files' first weight.
     """
-    config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+    check_positions(args, config)
     if getattr(config, "quantization_config", None):  # copies in fp32 would lose the scales
         raise InputError(f"{name} is quantized: pass its weights in bf16 or fp32")
     config.dtype = None  # otherwise "auto" would be config.json's dtype, which may not be the files'
@@ -311,27 +266,32 @@ def load_pretrained(auto_class, name: str, dtype, trust_remote_code: bool):
         name,
         config=config,
         dtype=dtype,
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=args.trust_remote_code,
         output_loading_info=True,
         use_safetensors=True,
     )
-    for weight, _ in model.named_parameters():  # missing buffers are computed
-        if weight in info["missing_keys"]:
-            raise InputError(f"the files of {name} have no {weight}")
-    if hasattr(model, "peft_config"):
-        raise InputError(f"{name} is an adapter: merge it into its model (docs/elsewhere.md)")
+    missing = info["missing_keys"] & dict(model.named_parameters()).keys()  # missing buffers are computed
+    if missing or hasattr(model, "peft_config"):
+        raise InputError(f"{name} is an adapter (merge it into its model), or lacks weights: {missing}")
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # sdpa would ignore the softcap (Gemma 2, as in the paper)
     return model
 
 
-def check_positions(config, longest: int):
-    """Raises InputError if a model has too few positions for sequences of `longest` tokens."""
+def decoder_blocks(model) -> list:
+    """Returns the decoder layers, whose classes transformers lists in `_no_split_modules`."""
+    names = model._no_split_modules or ()
+    # `fully_shard` puts "FSDP" before the class names.
+    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+
+
+def check_positions(args, config):
+    """Raises InputError if a model has too few positions for the sequences of the run."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
-    if longest > positions:
+    if longest_sequence(args) > positions:
         raise InputError(
-            f"{config.name_or_path}: {longest} tokens, but the model has {positions} positions: "
-            "lower --max-new-tokens, --max-prompt-length or --max-length"
+            f"{config.name_or_path}: {longest_sequence(args)} tokens, but only {positions} positions: "
+            "lower --max-length, --max-prompt-length or --max-new-tokens"
         )
 
 
@@ -356,6 +316,8 @@ def open_folder(args, file: str) -> Path:
         open_folder.lock.acquire()  # raises Timeout if another process uses the folder
         shutil.rmtree(folder / "checkpoints/unfinished", ignore_errors=True)  # left by a killed run
     dist.barrier()
+    if not folder.exists():  # each machine would write its part of a checkpoint to a disk of its own
+        raise InputError(f"--output-dir {folder} is not on a disk that all machines see")
     return folder
 
 
@@ -387,7 +349,7 @@ def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
 # === Logs ===
 # Metrics of a step, their files, and the report at the end. Every metric is a plain number in a dict, {name:
 # number}; a new one in the script's `metrics` appears in metrics.jsonl and TensorBoard without any change
-# here. `step`, `loss`, `grad_norm` and `perf/step_time` must be among them.
+# here.
 
 
 def perf_metrics(started: float, tokens: int) -> dict[str, float]:
@@ -410,42 +372,39 @@ def perf_metrics(started: float, tokens: int) -> dict[str, float]:
 
 
 def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple], groups_per_step: int):
-    """Prints the model, what humanline does, the data, and the first example as the policy reads it."""
-    print_main(f"model: {args.model}, {policy.num_parameters():,} parameters, {args.dtype}")
-    humanline = "off"
-    if args.humanline:
-        # The sync at step 0 copies equal weights, and no step follows a sync of the last step.
-        syncs = len(range(args.k, args.num_steps - 1, args.k)) if args.k else 0
-        advice = "" if syncs or not args.k else " (lower --k)"
-        humanline = f"log-ratios clipped to [{args.log_epsilon_P}, {args.log_epsilon_R}]; "
-        humanline += f"k {args.k}: {syncs} syncs change the reference{advice}"
-    print_main(f"humanline: {humanline}")
-    epochs = f"{args.num_steps * groups_per_step / len(groups):.1f} epochs"
-    if getattr(args, "online", False):  # some prompts give no group
-        epochs = f"at least {epochs}"
-    print_main(f"data: {len(groups):,} rows; {args.num_steps} steps of {groups_per_step}: {epochs}")
-    print_main(f"files: {folder}")
+    """Prints the model, the data, and the first example as the policy reads it."""
     first = groups[0][0]
-    print_main(f"the first prompt:\n{tokenizer.decode(first.prompt_ids)}")
+    epochs = args.num_steps * groups_per_step / len(groups)  # online more, because some prompts give no group
+    print_main(
+        f"model: {args.model}, {policy.num_parameters():,} parameters, {args.dtype}\n"
+        f"data: {len(groups):,} rows; {args.num_steps} steps of {groups_per_step}: {epochs:.1f} epochs\n"
+        f"files: {folder}\n"
+        f"the first prompt:\n{tokenizer.decode(first.prompt_ids)}"
+    )
     if first.completion_ids:
         print_main(f"its first completion:\n{tokenizer.decode(first.completion_ids)}")
 
 
 class Log:
-    """Writes metrics.jsonl, samples.jsonl and TensorBoard's files, and shows a run's progress, on rank 0.
+    """Writes a run's files and shows its progress, on rank 0.
 
-    An evaluation is the script's Evaluation, of which this class reads the samples and the values, {name: a
-    tensor with one number for each pair, example or sample}.
+    The files: args.json, metrics.jsonl, samples.jsonl, summary.json and TensorBoard's.
     """
 
-    def __init__(self, args, folder: Path, start: int, before):
-        """start: the number of completed steps. Lines of later steps, which are repeated, are removed.
+    def __init__(self, args, file: str, folder: Path, start: int, before, names: list[str]):
+        """Opens the files.
 
-        before: the evaluation before training, with which later evaluations are compared.
+        Args:
+            file: `__file__` of the script.
+            start: the number of completed steps. Lines of later steps, which are repeated, are removed.
+            before: the evaluation before training.
+            names: the metrics that stand beside the progress bar.
         """
+        save_args(args, folder, file)
         self.folder = folder
         self.before = before
-        self.shown = {}  # beside the bar
+        self.names = names
+        self.shown = {}  # {name: the newest value}
         # In a log file, a line at most every ten seconds.
         interval = 0.1 if sys.stderr.isatty() else 10
         self.bar = tqdm(total=args.num_steps, initial=start, mininterval=interval, disable=not is_main())
@@ -457,27 +416,25 @@ class Log:
             self.writer = SummaryWriter(folder, purge_step=start)
             for name in ("metrics.jsonl", "samples.jsonl"):
                 keep_steps_before(start, folder / name)
-            (folder / "summary.json").unlink(missing_ok=True)  # the result of an earlier end
         if start == 0:
-            self.write_tensorboard(self.write_evaluation(0, before), 0)
+            self.write_tensorboard(0, self.write_evaluation(0, before))
+
+    def write(self, metrics):
+        """Writes the metrics of a step."""
+        append_line(self.folder / "metrics.jsonl", metrics)
+        self.write_tensorboard(metrics["step"], metrics)
+        self.shown |= {name: metrics[name] for name in self.names if name in metrics}
+        self.bar.set_postfix(self.shown, refresh=False)
+        self.bar.update()
+
+    def write_tensorboard(self, step: int, metrics):
+        if is_main():
+            for name, number in metrics.items():
+                self.writer.add_scalar(name, number, step)
+            self.writer.flush()  # so that a killed run loses no step
 
     def write_evaluation(self, step: int, evaluation) -> dict[str, float]:
-        """Prints an evaluation after `step` updates and writes its samples. Returns its means.
-
-        The caller writes the means, in a step together with the step's metrics.
-        """
-        # Both evaluations are of the same rows. The error of their mean change is usually smaller than the
-        # errors of both means, because the rows differ more than the change of each.
-        before, after = self.before.values, evaluation.values
-        changes = {name: after[name] - before[name] for name in after}
-        self.summary = {  # `report` reads the last evaluation's
-            "before": mean_and_error(before),
-            "after": mean_and_error(after),
-            "change": mean_and_error(changes),
-        }
-        means = {name: mean for name, (mean, _, _) in self.summary["after"].items()}
-        if step:  # the table at the end shows the evaluation before training
-            print_main(f"after {step} steps: " + ", ".join(f"{name} {means[name]:.3f}" for name in means))
+        """Writes the samples of an evaluation after `step` updates. Returns its means, to be written."""
         for sample in evaluation.samples:
             line = {
                 "step": step,
@@ -488,27 +445,7 @@ class Log:
                 "tokens": len(sample.completion_ids),
             }
             append_line(self.folder / "samples.jsonl", line)
-        return means
-
-    def write(self, metrics):
-        """Writes the metrics of a step. Beside the bar stands what shows learning."""
-        append_line(self.folder / "metrics.jsonl", metrics)
-        self.write_tensorboard(metrics, metrics["step"])
-        # Not the loss: after each sync it begins again where it began.
-        if "rewards/accuracy" in metrics:  # mathematics (pairs have rewards/accuracies)
-            self.shown["accuracy"] = metrics["rewards/accuracy"]
-        elif "rollout/reward_mean" in metrics:  # the first step of an online round
-            self.shown["reward"] = metrics["rollout/reward_mean"]
-        elif {"logps/chosen", "logps/rejected"} <= metrics.keys() and "reward" not in self.shown:
-            self.shown["chosen - rejected (nats)"] = metrics["logps/chosen"] - metrics["logps/rejected"]
-        self.bar.set_postfix(self.shown, refresh=False)
-        self.bar.update()
-
-    def write_tensorboard(self, metrics, step: int):
-        if is_main():
-            for name, number in metrics.items():
-                self.writer.add_scalar(name, number, step)
-            self.writer.flush()  # so that a killed run loses no step
+        return {name: numbers.mean().item() for name, numbers in evaluation.values.items()}
 
     def report(self, step: int, after):
         """Prints samples and a table of what training has changed, and writes summary.json.
@@ -516,21 +453,27 @@ class Log:
         after: the evaluation after training.
         """
         self.bar.close()
-        self.write_tensorboard(self.write_evaluation(step, after), step)
+        self.write_tensorboard(step, self.write_evaluation(step, after))
         if not is_main():
             return
-        write_file(self.folder / "summary.json", json.dumps(self.summary, indent=2))
-        for first, last in zip(self.before.samples[:4], after.samples):
+        # Both evaluations are of the same rows. The error of their mean change is usually smaller than the
+        # errors of both means, because the rows differ more than the change of each.
+        before = self.before
+        change = {name: after.values[name] - before.values[name] for name in after.values}
+        tables = {"before": before.values, "after": after.values, "change": change}
+        summary = {title: mean_and_error(values) for title, values in tables.items()}
+        write_file(self.folder / "summary.json", json.dumps(summary, indent=2))
+        for first, last in zip(before.samples[:4], after.samples):
             print(f"\nprompt: {last.question}")
-            for name, sample in (("before", first), ("after", last)):
+            for title, sample in (("before", first), ("after", last)):
                 reward = "" if sample.reward is None else f"  [reward {sample.reward:.2f}]"
                 unfinished = "" if sample.finished else "  [truncated at --max-new-tokens]"
-                print(f"{name}: {sample.text}{reward}{unfinished}")
+                print(f"{title}: {sample.text}{reward}{unfinished}")
         print(f"\n{'mean ± standard error':24}{'before':>20}{'after':>20}{'change':>20}")
-        tables = self.summary.values()
-        for name, (_, _, count) in self.summary["after"].items():
-            columns = [f"{table[name][0]:10.3f} ± {table[name][1]:7.3f}" for table in tables]
-            print(f"{name:24}{''.join(columns)}   n = {count}")
+        for name in after.values:
+            rows = [table[name] for table in summary.values()]  # (mean, error, n) each
+            columns = [f"{mean:10.3f} ± {error:7.3f}" for mean, error, _ in rows]
+            print(f"{name:24}{''.join(columns)}   n = {rows[0][2]}")
         print(f"\nwrote {self.folder}")
 
 
@@ -543,10 +486,7 @@ def append_line(path: Path, line: dict):
 
 def keep_steps_before(start: int, path: Path):
     """Removes all lines from a .jsonl file but those of earlier steps."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines(keepends=True):
-        if line.endswith("\n") and json.loads(line)["step"] < start:  # a full disk leaves a part of a line
-            kept.append(line)
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    # A run that was killed leaves a part of a line.
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < start]
     write_file(path, "".join(kept))

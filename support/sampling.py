@@ -3,16 +3,13 @@
 All ranks must call the methods of Sampler together, with the same arguments.
 """
 
-import copy
 import gc
 import os
 import time
 from array import array
 from functools import partial
 from importlib.util import find_spec
-from typing import Protocol
 
-import jinja2
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -36,23 +33,22 @@ from utils import Example, InputError, above, completion_logps, pad_rows
 class Sampler:
     """Samples completions from the policy. A function or a reward model, if there is one, scores them."""
 
-    def __init__(self, args, tokenizer, eos_ids: set[int], device, longest: int, score=None):
+    def __init__(self, args, tokenizer, eos_ids: set[int], device, score=None):
         """Chooses an engine, and loads --reward-model.
 
-        Args:
-            longest: the maximum length of a sequence, in tokens.
-            score: a function that gets a tuple of samples and returns their rewards (docs/grpo.md). None:
-                --reward-model gives the rewards, if there is one.
+        score: a function that gets a tuple of samples and returns their rewards (docs/grpo.md). None:
+            --reward-model gives the rewards, if there is one.
         """
         self.args = args
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
+        self.device = device
         uses_vllm = args.engine == "vllm" or (args.engine == "auto" and find_spec("vllm"))
-        engine_class = VllmEngine if uses_vllm else TransformersEngine
-        self.start_engine = partial(engine_class, args, eos_ids, device, longest)
+        self.engine_class = VllmEngine if uses_vllm else TransformersEngine
         self.engine = None  # starts when the first samples are needed
-        self.initial_shards = []  # this rank's shards of the initial policy, for `kl_from_initial`
         self.rewards = None  # a function that returns the rewards of samples, (N,)
+        if score and not run.will_sample(args):
+            raise InputError("SCORE has nothing to score without --online or --eval-dataset")
         if score:
             self.rewards = partial(function_rewards, score)
         elif getattr(args, "reward_model", ""):  # grpo_math grades, and has no such flag
@@ -61,6 +57,8 @@ class Sampler:
             separator = "\n" if tokenizer.chat_template else ""
             model, reward_tokenizer = load_reward_model(args)
             self.rewards = partial(model_rewards, model, reward_tokenizer, device, separator)
+        elif getattr(args, "online", False):
+            raise InputError("--online needs a --reward-model or a function as SCORE (docs/grpo.md)")
 
     @torch.no_grad()
     def sample(self, policy, prompts: list[Example], count: int, seed: tuple):
@@ -73,7 +71,7 @@ class Sampler:
         """
         started = time.perf_counter()
         if self.engine is None:
-            self.engine = self.start_engine()
+            self.engine = self.engine_class(self.args, self.eos_ids, self.device)
         weights = policy.state_dict()  # with the buffers that the model's files have, such as a router's bias
         for name in policy.all_tied_weights_keys:
             weights.pop(name, None)
@@ -87,14 +85,10 @@ class Sampler:
         samples = []
         for prompt, (ids, _) in zip(repeated, outputs):
             finished = ids[-1] in self.eos_ids
-            text_ids = ids[:-1] if finished else ids
-            sample = prompt._replace(
-                completion_ids=array("i", ids),
-                text=decode_completion(self.tokenizer, prompt, text_ids),
-                finished=finished,
-                reward=None,  # a row of a data set may have one
-            )
-            samples.append(sample)
+            text = self.tokenizer.decode(ids[:-1] if finished else ids, clean_up_tokenization_spaces=False)
+            # without the reward that a row of a data set may have
+            sample = prompt._replace(completion_ids=array("i", ids), text=text, reward=None)
+            samples.append(sample._replace(finished=finished))
         metrics = {}
         checked = [(sample, logps) for sample, (_, logps) in zip(samples, outputs) if logps]
         if checked:
@@ -126,52 +120,59 @@ class Sampler:
             raise InputError(f"sampling: the engine's model is not the policy: {difference} nats apart")
         return difference
 
-    def evaluate(self, policy, reference, prompts: list[Example], initial):
-        """Draws one sample for every prompt, with the same seed in every evaluation.
+    def evaluate(self, policy, reference, initial_weights: list, held_out: list[tuple], initial):
+        """Draws one sample for the prompts of the first rows, with the same seed in every evaluation.
+
+        A prompt that stands in several rows is sampled once for each of them.
 
         Args:
+            reference, initial_weights: as in `kl_from_initial`.
             initial: the evaluation of the initial policy, or None when this is that evaluation.
 
         Returns:
             The samples, and {name: (N,)} of length, whether a sample finished, the KL from the initial policy
             and, if the samples have rewards, the reward and the win rate over the initial policy's samples.
         """
+        prompts = [group[0] for group in held_out[: self.args.eval_samples]]
         if not prompts:
             return [], {}
         prompt_samples, _ = self.sample(policy, prompts, 1, (self.args.seed, 0))  # rounds count from 1
         samples = [sample for (sample,) in prompt_samples]
         values = {f"eval/{name}": statistic for name, statistic in sample_statistics(samples).items()}
-        values["eval/kl"] = self.kl_from_initial(policy, reference, samples)
+        values["eval/kl"] = self.kl_from_initial(policy, reference, initial_weights, samples)
         if self.rewards:
             baseline = initial.samples if initial else samples
             values["eval/win_rate"] = above(values["eval/reward"], sample_statistics(baseline)["reward"])
         return samples, values
 
-    @torch.no_grad()
-    def kl_from_initial(self, policy, reference, samples: list[Example]) -> torch.Tensor:
+    def kl_from_initial(self, policy, reference, initial_weights: list, samples: list[Example]):
         """Returns Σ_t log π_θ(y_t) - log π_0(y_t) of each sample in nats, (N,). π_0 is the initial policy.
 
         The mean estimates the KL divergence. The log-probs are those of temperature 1, as in training on
         preferences, so the mean is exactly unbiased for samples at --temperature 1 and --top-p 1.
 
-        The first call must come before training, when both models are the initial policy. This rank's shards
-        are then copied to the CPU. Later calls put them into the reference for a moment.
+        reference: gets the initial policy's weights for a moment, and its own back.
+        initial_weights: what `copy_weights(reference)` returned before training.
         """
-        parameters = [parameter.to_local() for parameter in reference.parameters()]
-        shards = [parameter.to("cpu", copy=True) for parameter in parameters]
-        if not self.initial_shards:
-            self.initial_shards = shards
-            return torch.zeros(len(samples), dtype=torch.float64)
         max_tokens = self.args.micro_batch_tokens
         logps, _ = completion_logps(policy, samples, max_tokens)  # (N, T)
-        try:
-            for parameter, initial in zip(parameters, self.initial_shards):
-                parameter.copy_(initial)
-            initial_logps, _ = completion_logps(reference, samples, max_tokens)  # (N, T)
-        finally:  # also after an exception, because a checkpoint may follow
-            for parameter, shard in zip(parameters, shards):
-                parameter.copy_(shard)
+        own_weights = copy_weights(reference)
+        set_weights(reference, initial_weights)
+        initial_logps, _ = completion_logps(reference, samples, max_tokens)  # (N, T)
+        set_weights(reference, own_weights)
         return (logps - initial_logps).sum(1)
+
+
+def copy_weights(model) -> list[torch.Tensor]:
+    """Returns a copy of this rank's shards of the weights, on the CPU."""
+    return [parameter.detach().to_local().to("cpu", copy=True) for parameter in model.parameters()]
+
+
+@torch.no_grad()
+def set_weights(model, weights: list[torch.Tensor]):
+    """Copies what `copy_weights` returned into a model."""
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        parameter.to_local().copy_(weight)
 
 
 def generate_on_all_ranks(engine, prompts: list[array], seed: tuple) -> list[tuple]:
@@ -192,18 +193,6 @@ def generate_on_all_ranks(engine, prompts: list[array], seed: tuple) -> list[tup
     return sum(ranks_outputs[:: engine.ranks], [])  # the ranks of an engine have the same outputs
 
 
-def decode_completion(tokenizer, prompt: Example, ids: list[int]) -> str:
-    """Returns the text of a sample, whose ids must have no EOS token. Other special tokens are part of it.
-
-    SentencePiece drops the space before the first word of a text: decoded alone, the sample " a rose" becomes
-    "a rose". Without a chat template a sample continues its prompt. It is therefore decoded together with the
-    prompt, and the prompt's text is removed.
-    """
-    prompt_ids = [] if tokenizer.chat_template else list(prompt.prompt_ids)
-    before, full = tokenizer.batch_decode([prompt_ids, prompt_ids + ids], clean_up_tokenization_spaces=False)
-    return full[len(before) :]
-
-
 def sample_statistics(samples: list[Example]):
     """Returns the reward if known, whether a sample finished, and its length in tokens, (N,) float64 each."""
     statistics = {}
@@ -215,28 +204,13 @@ def sample_statistics(samples: list[Example]):
 
 
 # === Engines ===
-# The programs that generate. To add one, write a class like these, and choose it in `Sampler`.
-
-
-class Engine(Protocol):
-    """What `Sampler` needs of an engine."""
-
-    ranks: int  # the number of ranks that share one engine
-    batch_size: int  # the number of prompts in a batch
-
-    def update(self, weights):
-        """Loads the policy's weights, an iterator of (name, full tensor).
-
-        The iterator must be consumed to its end, because each step gathers one weight from all ranks.
-        """
-
-    def generate(self, batches: list[tuple]) -> list[tuple]:
-        """Samples one completion for every prompt of the batches, [(prompts, random seed), ...].
-
-        Returns:
-            For each prompt (token ids, log-probs or None). The ids include the EOS token, if there is one.
-            With the log-probs of a few samples, `check_engine` shows that the engine has the right weights.
-        """
+# The programs that generate. To add one, write a class like these, and choose it in `Sampler`:
+#   ranks, batch_size   the number of ranks that share one engine, and of prompts in a batch
+#   update(weights)     loads the policy's weights, an iterator of (name, full tensor). It must be consumed to
+#                       its end, because each step gathers one weight from all ranks.
+#   generate(batches)   samples one completion for every prompt of the batches, [(prompts, random seed), ...].
+#                       Returns (token ids, log-probs or None) for each prompt. The ids include the EOS token.
+#                       With a few log-probs, `check_engine` shows that the engine has the right weights.
 
 
 class TransformersEngine:
@@ -247,12 +221,11 @@ class TransformersEngine:
 
     ranks = 1
 
-    def __init__(self, args, eos_ids: set[int], device, longest: int):
+    def __init__(self, args, eos_ids: set[int], device):
         self.batch_size = args.generation_batch_size
         self.eos_ids = eos_ids
         dtype = run.storage_dtype(args)
-        self.model = run.load_pretrained(AutoModelForCausalLM, args.model, dtype, args.trust_remote_code)
-        self.model.to(device)
+        self.model = run.load_pretrained(args, AutoModelForCausalLM, args.model, dtype).to(device)
         self.model.generation_config = GenerationConfig(  # replaces the model's own sampling settings
             do_sample=True,
             max_new_tokens=args.max_new_tokens,
@@ -286,7 +259,7 @@ class VllmEngine:
 
     batch_size = 1  # vLLM forms its own batches
 
-    def __init__(self, args, eos_ids: set[int], device, longest: int):
+    def __init__(self, args, eos_ids: set[int], device):
         # vLLM logs much, sends usage statistics, and needs a rank also without torchrun. Variables that the
         # user has set take precedence.
         defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "RANK": "0", "LOCAL_RANK": "0"}
@@ -308,7 +281,7 @@ class VllmEngine:
             args.model,
             dtype=run.storage_dtype(args),
             trust_remote_code=args.trust_remote_code,
-            max_model_len=longest,
+            max_model_len=run.longest_sequence(args),
             tensor_parallel_size=args.vllm_tensor_parallel,
             disable_custom_all_reduce=True,  # it cannot share the memory of expandable segments
             language_model_only=True,  # models that also read images would need their processor
@@ -370,20 +343,10 @@ REWARD_TOKENS = 16384  # maximum tokens of a batch, padding included, unless one
 
 def load_reward_model(args):
     """Loads --reward-model, a classifier with one output, on the CPU. Returns it and its tokenizer."""
-    complete_modeling_llama()
     name = args.reward_model
+    model = run.load_pretrained(args, AutoModelForSequenceClassification, name, run.storage_dtype(args))
     trust = args.trust_remote_code
-    with run.library_errors(f"--reward-model {name}"):
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust, mistral_format=False)
-    dtype = run.storage_dtype(args)
-    return run.load_pretrained(AutoModelForSequenceClassification, name, dtype, trust), tokenizer
-
-
-def complete_modeling_llama():
-    """Defines a docstring that transformers 5 lacks, and that ArmoRM, the paper's reward model, imports."""
-    from transformers.models.llama import modeling_llama
-
-    vars(modeling_llama).setdefault("LLAMA_INPUTS_DOCSTRING", "")
+    return model, AutoTokenizer.from_pretrained(name, trust_remote_code=trust, mistral_format=False)
 
 
 def as_rewards(values, count: int) -> torch.Tensor:
@@ -391,8 +354,6 @@ def as_rewards(values, count: int) -> torch.Tensor:
 
     values: numbers, or tensors of one number, in the order of the samples.
     """
-    if isinstance(values, dict | set | str | bytes):  # iterating would give keys, another order, or digits
-        raise InputError(f"the rewards must be a list of numbers, not a {type(values).__name__}")
     rewards = torch.tensor([float(value) for value in values], dtype=torch.float64)
     if len(rewards) != count or not rewards.isfinite().all():
         raise InputError(f"the rewards must be {count} finite numbers, not {rewards}")
@@ -400,22 +361,15 @@ def as_rewards(values, count: int) -> torch.Tensor:
 
 
 def function_rewards(function, samples: list[Example]) -> torch.Tensor:
-    """Scores samples with a Python function, on rank 0 because two calls may differ (of a server).
-
-    If the function raises an exception, all ranks raise one, so that they can save the run together.
-    """
-    rewards = error = message = None
+    """Scores samples with a Python function, on rank 0 because two calls may differ (of a server)."""
+    rewards = None
     if run.is_main():
         try:
-            # A copy, so that the function can change neither the samples nor their order.
-            rewards = as_rewards(function(copy.deepcopy(tuple(samples))), len(samples))
-        except BaseException as raised:  # also exit(), which would end the run as if it were complete
-            error = raised
-            message = f"SCORE raised {error!r:.500}"
-    rewards, message = run.broadcast((rewards, message))
-    if message:
-        raise RuntimeError(message) from error  # rank 0 prints both tracebacks
-    return rewards
+            # a tuple, so that the function cannot change the order of the samples
+            rewards = as_rewards(function(tuple(samples)), len(samples))
+        except OSError as error:  # of a judge by an API; it would end the run with one line
+            raise RuntimeError("SCORE has failed") from error
+    return run.broadcast(rewards)
 
 
 @torch.no_grad()
@@ -426,7 +380,6 @@ def model_rewards(model, tokenizer, device, separator: str, samples: list[Exampl
     """
     encoded = tokenize(tokenizer, [reward_input(tokenizer, separator, sample) for sample in samples])
     longest = max(len(ids) for ids in encoded)
-    run.check_positions(model.config, longest)
     # transformers' classifiers find a row's last token by this id, and not by the mask. Without it, every
     # sample is a batch.
     pad_id = model.config.get_text_config().pad_token_id
@@ -444,7 +397,8 @@ def model_rewards(model, tokenizer, device, separator: str, samples: list[Exampl
         score = output.score if hasattr(output, "score") else output.logits
         scores[indices] = score.flatten().double().cpu()
     model.to("cpu")  # frees GPU memory while the policy trains
-    return as_rewards(sum(run.gather(scores)), len(scores))
+    dist.all_reduce(scores)
+    return as_rewards(scores, len(scores))
 
 
 def reward_input(tokenizer, separator: str, sample: Example) -> str:
@@ -456,13 +410,21 @@ def reward_input(tokenizer, separator: str, sample: Example) -> str:
     messages = as_messages(sample.prompt)
     if tokenizer.chat_template:
         messages.append({"role": "assistant", "content": sample.text})
-        try:
-            return render(tokenizer, messages, continue_final_message=not sample.finished)
-        except ValueError:  # the template changes the sample (it drops a thought), so its end is not found
-            return render(tokenizer, messages)
-        except jinja2.TemplateError as error:  # for example, Gemma 2's template takes no system message
-            raise InputError(f"--reward-model: its chat template refuses a prompt: {error}") from None
+        return render(tokenizer, messages, continue_final_message=not sample.finished)
     text = "\n".join(message["content"] for message in messages) + separator + sample.text
     if sample.finished:
         text += tokenizer.eos_token or ""
     return text
+
+
+def best_and_worst(samples: list[Example], threshold: float):
+    """Returns the samples with the highest and the lowest reward, or () if these are too close.
+
+    They are too close if they differ by less than τ, or if they are equal (which matters for a τ of 0).
+    """
+    best = max(samples, key=lambda sample: sample.reward)
+    worst = min(samples, key=lambda sample: sample.reward)
+    difference = best.reward - worst.reward
+    if difference == 0 or difference < threshold:
+        return ()
+    return best, worst

@@ -203,7 +203,12 @@ def kill_and_resume(folder: Path, whole: Path, flags: list, moment: str, script=
 
 
 def parse_args(script, flags: list[str]):
-    """Returns the settings of an imported script, from flags as in a shell."""
+    """Returns the settings of an imported script, from flags as in a shell.
+
+    A model of the tests has few positions, so its lengths come first, unless the flags have others.
+    """
+    if "--model" in flags and Path(flags[flags.index("--model") + 1]).is_dir() and "--resume" not in flags:
+        flags = ["--max-prompt-length", "64", "--max-length", "128", *flags]
     return run.parse_args(
         script.Args,
         file=script.__file__,
@@ -253,6 +258,7 @@ def run_edited(folder: Path, old: str, new: str, *flags) -> subprocess.Completed
     data = write_rows(folder / "data.jsonl", rows)
     command = [sys.executable, folder / "edited.py", "--model", TOY / "policy", "--dataset", data, *flags]
     command += "--engine hf --batch-size 2 --num-steps 2 --max-new-tokens 4 --eval-samples 2".split()
+    command += "--max-prompt-length 64 --max-length 128".split()
     return subprocess.run(list(map(str, command)), cwd=folder, capture_output=True, text=True)
 
 

@@ -10,10 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from array import array
-from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,22 +23,28 @@ from helpers import (
     free_port,
     metrics,
     read_checkpoint,
-    refused,
     run_main,
     run_ranks,
     start_ranks,
 )
-from safetensors.torch import load_file, save_file
 
 import grpo_humanline
 import utils
-from support import checkpoint, data
+from support import checkpoint
 from utils import Example
 
 STEPS = 14
 RUN = f"--num-steps {STEPS} --k 3 --batch-size 8 --checkpoint-every 5 --eval-samples 2 --max-new-tokens 12"
 DPO = [*RUN.split(), "--dataset", PAIRS, "--eval-dataset", PAIRS, "--warmup-fraction", "0"]
-LABELLED = [*RUN.split(), "--dataset", PAIRS, "--eval-dataset", PAIRS, "--model", str(TOY / "policy")]
+LABELLED = [
+    *RUN.split(),
+    "--dataset",
+    PAIRS,
+    "--eval-dataset",
+    PAIRS,
+    "--model",
+    str(TOY / "policy"),
+]
 LABELLED += ["--reward-model", str(TOY / "reward_model"), "--lr", "1e-3", "--warmup-fraction", "0.5"]
 MATH = "--num-steps 6 --sample-every 3 --prompts-per-step 4 --group-size 4 --k 2 --checkpoint-every 2"
 FLAGS = {
@@ -113,7 +116,7 @@ def test_a_run_ended_at_any_moment_goes_on_as_if_nothing_was(uninterrupted, tmp_
     codes = [process.exitcode for process in processes]
     assert codes in ([0] * ranks, [-9 if number == KILL else 128 + number] * ranks), outputs
     if codes[0] > 0:
-        assert f" steps; to resume: python {script}.py --resume {folder}\n" in outputs[0]
+        assert f" steps; to resume, pass --resume {folder}\n" in outputs[0]
         assert steps_saved(folder)[0] == lines(folder)
     run_ranks(ranks, [["--resume", str(folder)]], script=script)
     assert_same(folder, whole)
@@ -150,21 +153,9 @@ def test_a_signal_under_torchrun_lets_the_step_finish_and_says_how_to_resume(tmp
         os.killpg(process.pid, INT)
         output, errors = process.communicate(timeout=200)
     done = lines(folder)
-    command = f"torchrun --nproc-per-node 2 {ROOT / 'dpo_humanline.py'} --resume {folder}"
-    assert f"stopped after {done} steps; to resume: {command}" in output.splitlines()
+    assert f"stopped after {done} steps; to resume, pass --resume {folder}" in output.splitlines()
     assert 2 <= done < STEPS and steps_saved(folder)[0] == done
     assert 'dpo_humanline.py", line' not in errors  # no traceback but that of torchrun
-
-
-@pytest.mark.parametrize(("ranks", "nodes"), [("2", ""), ("1", " --nnodes 2")])
-def test_the_command_that_resumes_has_the_words_of_a_variant_and_the_nodes(ranks, nodes, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["paper/variants.py", "sampling", "grpo_humanline", "--k", "2"])
-    monkeypatch.setattr(checkpoint.dist, "is_torchelastic_launched", lambda: True)
-    monkeypatch.setattr(checkpoint.dist, "get_world_size", lambda: 2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    checkpoint.print_resume_command(Path("runs/x"), SimpleNamespace(step=3))
-    command = f"torchrun --nproc-per-node {ranks}{nodes} paper/variants.py sampling grpo_humanline"
-    assert capsys.readouterr().out == f"\nstopped after 3 steps; to resume: {command} --resume runs/x\n"
 
 
 @pytest.mark.slow
@@ -249,43 +240,12 @@ def run_with_error(script, arguments):
 
     original, script.clip_log_ratio = script.clip_log_ratio, clip_log_ratio
     utils_head, utils.HeadLogps = utils.HeadLogps, HeadLogps
-    checkpoint.PATIENCE = timedelta(seconds=10)
     torch.optim.AdamW = AdamW
     if script is grpo_humanline:
         script.SCORE = judge
         at = arguments.index("--reward-model")
         del arguments[at : at + 2]
     run_main(script, arguments)
-
-
-@pytest.mark.parametrize(
-    ("script", "ranks", "error", "said"),
-    [
-        ("grpo", 2, "judge ValueError", "ValueError"),
-        ("grpo", 1, "judge SystemExit", "SystemExit"),
-        ("grpo", 1, "equal ValueError", "no prompt's rewards differ enough"),
-        pytest.param("dpo", 1, "metric SystemExit", "has called exit()", marks=slow),
-        ("dpo", 1, "backward ValueError", "ValueError"),  # FSDP has gathered the weights
-        pytest.param("dpo", 2, "backward ValueError", "ValueError", marks=slow),
-        pytest.param("dpo", 2, "metric ValueError", "ValueError", marks=slow),
-    ],
-)
-def test_an_error_in_the_loop_saves_the_last_completed_step(
-    script, ranks, error, said, uninterrupted, tmp_path, monkeypatch
-):
-    """A judge without its server, an edited metric, a round of equal rewards: steps were lost."""
-    monkeypatch.setenv("ERROR", error)
-    script, folder = f"{script}_humanline", tmp_path / "run"
-    flags = [*FLAGS[script], "--checkpoint-every", "100", "--output-dir", str(folder)]
-    processes = start_ranks(ranks, [flags], run_with_error, script)
-    outputs = finish(processes, timeout=200)
-    assert [process.exitcode for process in processes] == [1] * ranks, outputs
-    done = lines(folder)
-    assert said in outputs[0] and steps_saved(folder) == [done] and done >= 7
-    assert f"stopped after {done} steps; to resume: python" in outputs[0]
-    if script == "dpo_humanline":
-        run_ranks(ranks, [["--resume", str(folder), "--checkpoint-every", "5"]], script=script)
-        assert_same(folder, uninterrupted(script, ranks))
 
 
 @pytest.mark.slow
@@ -311,17 +271,6 @@ def test_an_error_within_an_update_saves_no_step(tmp_path, monkeypatch, uninterr
     assert process.exitcode == 1 and steps_saved(folder) == [5]
     run_ranks(1, [["--resume", str(folder)]])
     assert_same(folder, uninterrupted())
-
-
-def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path):
-    """--lr 1e37: the update of step 0 is finite, later ones are not."""
-    folder = tmp_path / "run"
-    flags = [*DPO, "--lr", "1e37", "--checkpoint-every", "1", "--keep-checkpoints", "1"]
-    said = refused([*flags, "--eval-dataset", "", "--output-dir", str(folder)])
-    assert "lower --lr" in said
-    for step in steps_saved(folder):
-        weights = read_checkpoint(folder, step)["policy"].values()
-        assert all(weight.isfinite().all() for weight in weights)
 
 
 # === Resuming ===
@@ -364,11 +313,10 @@ def test_flags_beside_resume_win_and_are_recorded(tmp_path):
     folder = tmp_path / "run"
     run_ranks(1, [[*DPO, "--num-steps", "2", "--output-dir", str(folder)]])
     before = json.loads((folder / "args.json").read_text())
-    assert {"torch", "transformers", "commit"} == before["versions"].keys()
-    lr, eps, decay = 1e-2, 0.3, 0.5
-    flags = ["--lr", str(lr), "--adam-eps", str(eps), "--weight-decay", str(decay), "--num-steps", "3"]
-    run_ranks(1, [["--resume", str(folder), *flags]])
-    changed = {"lr": lr, "adam_eps": eps, "weight_decay": decay, "num_steps": 3, "resume": str(folder)}
+    assert {"torch", "transformers"} == before["versions"].keys()
+    lr, eps, decay = 1e-2, before["adam_eps"], before["weight_decay"]
+    run_ranks(1, [["--resume", str(folder), "--lr", str(lr), "--num-steps", "3"]])
+    changed = {"lr": lr, "num_steps": 3, "resume": str(folder)}
     assert json.loads((folder / "args.json").read_text()) == before | changed
 
     weights, m, v = weights_and_moments(folder, 2)
@@ -410,32 +358,6 @@ def test_the_state_of_another_optimizer_comes_back_as_it_was(tmp_path):
         assert state["calls"] == 5 and state["trace"].dtype == torch.bfloat16
 
 
-def run_with_late_weight(script, arguments):
-    """Is a worker: the head has no gradient in the first four steps, and Progress has a dict."""
-
-    class AdamW(torch.optim.AdamW):
-        def step(self, closure=None):
-            if lines(run_folder(arguments)) < 4:
-                self.param_groups[0]["params"][-1].grad = None
-            super().step()
-
-    torch.optim.AdamW = AdamW
-    original = checkpoint.Progress
-    checkpoint.Progress = lambda data_hash: original(data_hash, pool=[{"a": {"b": 1}}])
-    run_main(script, arguments)
-
-
-@pytest.mark.slow
-def test_a_weight_that_gets_its_first_gradient_after_a_resume_has_new_moments(tmp_path):
-    """AdamW's count of its steps was 1 too high, and a dict in Progress could not be resumed."""
-    whole, folder = tmp_path / "whole", tmp_path / "run"
-    flags = [*DPO, "--num-steps", "6", "--checkpoint-every", "2"]
-    run_ranks(1, [[*flags, "--output-dir", str(whole)]], run_with_late_weight)
-    run_ranks(1, [[*flags, "--num-steps", "2", "--output-dir", str(folder)]], run_with_late_weight)
-    run_ranks(1, [["--resume", str(folder), "--num-steps", "6"]], run_with_late_weight)
-    assert_same(folder, whole)
-
-
 def run_with_average(script, arguments):
     """Is a worker: a user's edit adds a tensor to the checkpoint, which begins at -7."""
     original = checkpoint.training_state
@@ -450,65 +372,15 @@ def run_with_average(script, arguments):
 @pytest.mark.slow
 def test_what_a_checkpoint_lacks_is_named(copy):
     """The tensor kept its initial value without a word."""
-    said = refused(["--resume", str(copy), "--num-steps", "15"], run_with_average)
-    assert said.endswith(f"not both in {copy}/checkpoints/step-000014 and in this run: average\n")
-
-
-def cut(path):
-    os.truncate(path, path.stat().st_size // 2)
-
-
-DAMAGES = {
-    "a cut shard": lambda step: cut(step / "__0_0.distcp"),
-    "no metadata": lambda step: (step / ".metadata").unlink(),
-    "metadata overwritten": lambda step: (step / ".metadata").write_bytes(bytes(999)),
-}
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_cannot_be_read_is_named_and_the_one_before_resumes(copy, uninterrupted):
-    newest = copy / "checkpoints" / "step-000014"
-    whole = shutil.copytree(newest, copy / "whole")
-    for damage in DAMAGES.values():
-        shutil.rmtree(newest)
-        shutil.copytree(whole, newest)
-        damage(newest)
-        said = refused(["--resume", str(copy)])
-        assert said.startswith(f"error: {newest} cannot be read (") and said.endswith("delete this folder\n")
-    shutil.rmtree(newest)
-    run_ranks(1, [["--resume", str(copy)]])
-    assert_same(copy, uninterrupted())
-
-
-def changed_policy(folder, weights=lambda found: found, **config) -> str:
-    """Writes the toy policy with other weights, or another config."""
-    shutil.copytree(TOY / "policy", folder)
-    path = folder / "model.safetensors"
-    save_file(weights(load_file(path)), path, {"format": "pt"})
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(settings | config))
-    return str(folder)
+    (process,) = start_ranks(1, [["--resume", str(copy), "--num-steps", "15"]], run_with_average)
+    (output,) = finish([process])
+    assert process.exitcode == 1 and "average" in output.splitlines()[-1]
 
 
 def contents(folder) -> dict:
     """Returns the bytes of all files but the lock."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
     return {path: path.read_bytes() for path in files}
-
-
-def test_a_resume_that_is_refused_leaves_the_folder_as_it_was(copy, tmp_path):
-    before = contents(copy)
-
-    def layer_0(found):
-        return {name: weight for name, weight in found.items() if "layers.1." not in name}
-
-    model = changed_policy(tmp_path / "small", layer_0, num_hidden_layers=1)
-    assert "not both in" in refused(["--resume", str(copy), "--model", model])
-    rows = open(PAIRS).read().splitlines(keepends=True)
-    (tmp_path / "rows.jsonl").write_text("".join(rows[1:]))
-    said = refused(["--resume", str(copy), "--dataset", str(tmp_path / "rows.jsonl")])
-    assert said.startswith("error: --resume: the rows of --dataset or their tokens have changed")
-    assert contents(copy) == before
 
 
 # === What stays on the disk ===
@@ -521,7 +393,7 @@ def save(one_rank, tmp_path, monkeypatch):
     empty = torch.nn.Module()
 
     def save(step, pool=(), keep=2):
-        progress = checkpoint.Progress(data_hash="", step=step, pool=list(pool))
+        progress = checkpoint.Progress(step=step, pool=list(pool))
         args = SimpleNamespace(keep_checkpoints=keep)
         checkpoint.save_checkpoint(args, tmp_path, empty, empty, None, progress)
 
@@ -560,7 +432,6 @@ def test_nothing_complete_is_deleted_before_its_successor_has_its_name(save, tmp
     monkeypatch.setattr(checkpoint.Path, "rename", fail)
     with pytest.raises(OSError, match="stale"):
         save(10, keep=1)
-    save(5, keep=1)  # of the same step: the one that is there stays
     kept = {path: content for path, content in contents(tmp_path).items() if "unfinished" not in str(path)}
     assert kept == before
 
@@ -579,9 +450,3 @@ def test_a_disk_that_is_full_ends_all_ranks_and_the_last_checkpoint_resumes(tmp_
     done = steps_saved(folder)[0]
     run_ranks(1, [["--resume", str(folder), "--num-steps", str(done + 2)]])
     assert lines(folder) == done + 2
-
-
-def test_another_label_is_other_data():
-    ids = array("i", [1, 2])
-    desirable, undesirable = [(Example("", ids, ids, desirable=label),) for label in (True, False)]
-    assert data.hash_groups([desirable]) != data.hash_groups([undesirable])

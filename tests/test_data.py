@@ -13,25 +13,20 @@ import json
 import re
 import shutil
 import unicodedata
-from functools import cache, partial
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
 import datasets
-import pyarrow
-import pyarrow.parquet
 import pytest
-import torch
 import torch.distributed as dist
 from helpers import (
     PAIRS,
     SCRIPTS,
     SHARED,
     TOY,
-    finish,
     read_rows,
     run_ranks,
-    start_ranks,
     write_rows,
 )
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -45,8 +40,8 @@ import dpo_humanline
 import grpo_humanline
 import grpo_math_humanline
 import kto_humanline
-from support import data, run, sampling
-from utils import Example, InputError
+from support import data, run
+from utils import InputError
 
 # === Tokenizers and rows ===
 
@@ -121,7 +116,7 @@ FINE = {dpo_humanline: PAIR, kto_humanline: LABELLED, grpo_humanline: SCORED, gr
 
 
 @pytest.fixture
-def load(tmp_path, capsys):
+def load(tmp_path, capsys, one_rank):
     """Returns the groups of rows (or of a file), and what a run says about them, also if it ends."""
 
     def read(rows, tokenizer=LETTERS, eos_ids=(EOS,), script=dpo_humanline, options=None, **args):
@@ -131,9 +126,9 @@ def load(tmp_path, capsys):
         capsys.readouterr()
         try:
             with run.exit_on_input_error():
-                groups = script.load_groups(
-                    args, tokenizer, set(eos_ids), str(rows), "train", **options or {}
-                )
+                online = getattr(args, "online", False) and options is None
+                encode_row = script.encode_prompt if online else script.encode_row
+                groups = data.load_groups(args, tokenizer, set(eos_ids), str(rows), "train", encode_row)
         except SystemExit as error:
             return [], str(error)
         return groups, capsys.readouterr().out
@@ -177,7 +172,7 @@ def encode_ids(tokenizer, prompt, *completions) -> tuple:
         lambda p, c, r: {"chosen": [U(p), A(c)], "rejected": [U(p), A(r)]},
         lambda p, c, r: {"prompt": p, "chosen": [U(p), A(c)], "rejected": [U(p), A(r)]},
         lambda p, c, r: {"prompt": [U(p)], "chosen": [U(p), A(c)], "rejected": [U(p), A(r)]},
-        lambda p, c, r: {"prompt": [U(p) | {"name": None, "tool_calls": []}], "chosen": c, "rejected": r},
+        lambda p, c, r: {"prompt": [U(p) | {"name": None, "tool_calls": None}], "chosen": c, "rejected": r},
     ],
 )
 def test_pairs_of_all_forms_are_the_same(load, row):
@@ -197,11 +192,8 @@ def test_conversations_keep_all_turns_and_end_with_one_answer_each(load):
     assert texts(explicit[0]) == [begin, "So</s>", "No</s>"]
     for row in (whole, whole | {"prompt": "Why"}, whole | {"prompt": turns}):
         assert load([row])[0] == explicit
-    # A prompt beside the conversations was dropped without a word.
-    others = [{"prompt": "You are a pirate"}, {"prompt": [U("Who")]}, {"rejected": [*turns[1:], A("No")]}]
-    for other in others:
-        _, told = load([whole | other])
-        assert "row 1: chosen and rejected must both be the prompt and one more message" in told
+    _, told = load([whole | {"rejected": [*turns[1:], A("No")]}])
+    assert "row 1: chosen and rejected must both be the prompt and one more message" in told
 
 
 @pytest.mark.parametrize("as_messages", [False, True])
@@ -213,7 +205,8 @@ def test_labels_and_scores_give_the_halves_of_pairs(load, as_messages):
         labelled += [{"prompt": prompt(p), "completion": answer(both[i]), "label": not i} for i in (0, 1)]
         scored.append({"prompt": prompt(p), "completions": [*map(answer, both)], "scores": [2.5, -1]})
     groups, _ = load(labelled, script=kto_humanline)
-    assert [x._replace(desirable=None) for (x,) in groups] == [x for pair in pairs for x in pair]
+    plain = [x._replace(desirable=None, prompt="") for (x,) in groups]
+    assert plain == [x._replace(prompt="") for pair in pairs for x in pair]
     assert [x.desirable for (x,) in groups] == [True, False] * 2
     for pair in load(ROWS, script=kto_humanline)[0]:
         assert [x.desirable for x in pair] == [True, False]
@@ -228,11 +221,9 @@ def test_of_scored_groups_the_best_and_the_worst_or_all_are_read(load):
     rows = [SCORED | {"completions": ["a", "b", "c"], "scores": scores} for scores in ([1, 3, 2], [1] * 3)]
     groups, told = load(rows, script=grpo_humanline)
     assert [texts(group)[1:] for group in groups] == [["b</s>", "a</s>"]]
-    assert "; 1 skipped, the first is row 2: its scores are equal" in told
+    assert "; 1 skipped: its scores are equal" in told
     groups, _ = load(rows, script=grpo_humanline, group_size=3)
-    wanted = [["b</s>", "c</s>", "a</s>"], ["a</s>", "b</s>", "c</s>"]]
-    assert [texts(group)[1:] for group in groups] == wanted
-    assert [x.reward for x in groups[1]] == [1, 1, 1]
+    assert [texts(group)[1:] for group in groups] == [["b</s>", "c</s>", "a</s>"]]
 
 
 @pytest.mark.parametrize("group_size", [2, 3])
@@ -241,9 +232,7 @@ def test_scores_that_differ_by_rounding_have_no_advantage(load, group_size):
     row = {"prompt": "Hi", "completions": ["a", "b", "c"][:group_size], "scores": scores}
     good = row | {"scores": [1.0, 0.5, 0.0][:group_size]}
     groups, _ = load([good, row], script=grpo_humanline, group_size=group_size)
-    rewards = [[example.reward for example in group] for group in groups]
-    advantages = grpo_humanline.group_advantages(torch.tensor(rewards, dtype=torch.float64))
-    assert (advantages[0] != 0).any() and (advantages[1:] == 0).all()
+    assert [group[0].reward for group in groups] == [1.0]
 
 
 @pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz", "r.parquet"])
@@ -255,8 +244,7 @@ def test_file_kinds_give_the_same_pairs_and_row_numbers(load, tmp_path, name):
         text = "\ufeff" + "\r\n".join(json.dumps(row) for row in rows) + "\n\n"  # as Windows writes it
         (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
     groups, told = load(tmp_path / name)
-    assert groups == load(rows[:2])[0] != []
-    assert "2 of 3 rows; 1 skipped, the first is row 3: its tokens are not its text" in told
+    assert groups == load(rows)[0] != [] and ": 3 of 3 rows; " in told
 
 
 def test_a_configuration_of_a_data_set_follows_a_colon(tmp_path):
@@ -265,53 +253,14 @@ def test_a_configuration_of_a_data_set_follows_a_colon(tmp_path):
         write_rows(tmp_path / f"{name}.jsonl", [{"problem": name}])
         card += f"- config_name: {name}\n  data_files: {name}.jsonl\n"
     (tmp_path / "README.md").write_text(card + "---\n")
-    assert list(data.read_rows(f"{tmp_path}:socratic", "train")) == [(1, {"problem": "socratic"})]
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_json_columns_of_parquet_files_are_decoded(tmp_path, nested):
-    """They were trained as text, brackets and all."""
-    value = [U("Hi") | {"more": {"city": "Oslo"}}]
-    column = pyarrow.array([json.dumps(value), None], pyarrow.string()).cast(pyarrow.json_())
-    expected = [value, None]
-    if nested:  # a list of objects with a JSON value
-        objects = pyarrow.StructArray.from_arrays([column], ["arguments"])
-        column = pyarrow.ListArray.from_arrays([0, 1, 2], objects)
-        expected = [[{"arguments": value}], [{"arguments": None}]]
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": column, "id": [1, 2]}), tmp_path / "rows.parquet")
-    rows = [*data.read_rows(str(tmp_path / "rows.parquet"), "train")]
-    assert [number for number, _ in rows] == [1, 2]
-    assert [row["prompt"] for _, row in rows] == expected
-
-
-def test_images_of_parquet_files_are_not_decoded(tmp_path):
-    """A file that `datasets` has written asks for it, and decoding needs Pillow."""
-    features = datasets.Features({"prompt": datasets.Value("string"), "images": datasets.Image()})
-    columns = {"prompt": ["What is this?"], "images": [{"bytes": b"no picture", "path": None}]}
-    datasets.Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "rows.parquet")
-    ((_, row),) = data.read_rows(str(tmp_path / "rows.parquet"), "train")
-    assert row["images"]["bytes"] == b"no picture"
-
-
-@pytest.mark.parametrize("script", [dpo_humanline, kto_humanline, grpo_humanline])
-def test_texts_and_rows_are_kept_only_where_prompts_are_sampled(load, monkeypatch, script):
-    """A text takes more memory than its ids, on every rank."""
-    row = PAIR | {"test_case": {"n": 2}}
-    monkeypatch.setattr(script, "SCORE", None)
-    kept = []
-    for score in (None, lambda samples: None):
-        monkeypatch.setattr(script, "SCORE", score)
-        for options, args in ({}, {}), ({}, {"online": True}), (HELD_OUT, {}), (HELD_OUT, {"online": True}):
-            groups, _ = load([row], script=script, options=options, **args)
-            kept.append((groups[0][0].prompt, groups[0][0].row))
-    assert kept == [("", None), *[("Hi", None)] * 3, ("", None), *[("Hi", row)] * 3]
+    assert list(data.read_rows(f"{tmp_path}:socratic", "train")) == [{"problem": "socratic"}]
 
 
 def test_a_problem_keeps_its_question_and_its_answer(load):
     rows = [PROBLEM | {"level": "Level 5"}, PROBLEM | {"problem": "2 " * 99}]
     groups, told = load(rows, script=grpo_math_humanline, system_prompt="", max_prompt_length=40)
     assert [(x.question, x.answer) for (x,) in groups] == [("1+1?", "2")]
-    assert "1 skipped, the first is row 2: " in told
+    assert "1 skipped: " in told
     rows = [
         {"question": "How many?", "answer": "He has 3 * 24 = <<3*24=72>>72.\n#### 72"},  # GSM8K
         {"problem": "How many?", "solution": "We get $\\boxed{72}$."},  # MATH
@@ -343,13 +292,6 @@ def test_a_thought_that_the_template_has_opened_counts_for_the_rewards():
     assert problem.opening == ""
 
 
-def test_labels_are_counted(tmp_path, capsys, one_rank):
-    """64 rows that were all true trained without a word."""
-    args = kto_humanline.Args(dataset=write_rows(tmp_path / "rows.jsonl", [LABELLED] * 2), batch_size=2)
-    kto_humanline.load_data(args, LETTERS, {EOS})
-    assert "labels: 2 true, 0 false (KTO expects both)\n" in capsys.readouterr().out
-
-
 # === Prompts alone ===
 
 BROKEN = [  # completions that offline training skips or refuses
@@ -357,7 +299,6 @@ BROKEN = [  # completions that offline training skips or refuses
     {"chosen": "é", "rejected": "x" * 3000},
     {"chosen": "a"},
     {"chosen": 5, "rejected": [U("no answer")]},
-    {"chosen": ["a", 5], "rejected": {"text": "b"}},
     {"completion": "a", "label": None},
     {"completion": "é", "label": "maybe"},
     {"completions": ["a", "b"], "scores": [1, 1]},
@@ -380,7 +321,7 @@ def test_online_reads_prompts_whatever_completions_a_row_has(load, script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_online_finds_the_prompt_of_conversations(load, script):
-    row = {"chosen": [U("Hi"), A("a")], "rejected": [U("Who"), A("a")]}
+    row = {"chosen": [U("Hi"), A("a")]}
     groups, _ = load([row, row | {"prompt": "Bye"}], script=importlib.import_module(script), online=True)
     assert [texts(group) for group in groups] == [["<s><|user|>Hi</s><|assistant|>", ""]] * 2
 
@@ -405,34 +346,19 @@ def test_held_out_rows_keep_their_completions_or_have_none(tmp_path, one_rank, s
 @pytest.mark.parametrize(
     ("script", "row", "said"),
     [
-        (dpo_humanline, LABELLED, "no value for 'chosen' in the columns prompt, completion, label"),
-        (dpo_humanline, {"prompt": "Hi"}, "no value for 'chosen' in the columns prompt"),
-        (dpo_humanline, PAIR | {"rejected": None}, "no value for 'rejected' in the columns"),
         (
             dpo_humanline,
             {"question": "Hi", "chosen": "a", "rejected": "b"},
-            "no value for 'prompt' in the col",
+            "no prompt in the columns question",
         ),
-        (kto_humanline, SCORED, "no value for 'chosen' in the columns prompt, completions, scores"),
-        (kto_humanline, LABELLED | {"label": None}, "no value for 'label' in the columns"),
+        (kto_humanline, LABELLED | {"label": None}, "label must be true or false"),
         (kto_humanline, LABELLED | {"label": "true"}, "label must be true or false"),
-        (grpo_humanline, LABELLED, "no value for 'chosen' in the columns prompt, completion, label"),
-        (grpo_humanline, SCORED | {"scores": None}, "no value for 'scores' in the columns"),
         (
             grpo_math_humanline,
             {"answer": "2"},
             "no problem (question) or answer (solution) in the columns ans",
         ),
-        (grpo_math_humanline, PROBLEM | {"input": "in cm"}, "the column 'input' would be ignored"),
-        (dpo_humanline, PAIR | {"system": "Be brief"}, "the column 'system' would be ignored"),
-        (dpo_humanline, PAIR | {"prompt": [U("Hi"), A("Yes?")]}, "the prompt ends with a message of the ass"),
-        (dpo_humanline, PAIR | {"prompt": [{"from": "human", "value": "Hi"}]}, "a message has from, value"),
-        (
-            dpo_humanline,
-            PAIR | {"chosen": [A("a") | {"tool_calls": [{"id": 1}]}]},
-            "content, tool_calls, but",
-        ),
-        (dpo_humanline, PAIR | {"chosen": [A("a") | {"reasoning": "so"}]}, "content, reasoning, but only"),
+        (dpo_humanline, PAIR | {"system": "Be brief"}, "the columns 'system' and 'input' would be ignored"),
     ],
 )
 def test_a_malformed_row_ends_the_run_with_file_and_row(load, script, row, said):
@@ -447,15 +373,6 @@ def test_a_malformed_row_ends_the_run_with_file_and_row(load, script, row, said)
         ("absent.jsonl", None, "No such file"),
         ("absent.parquet", None, "No such file"),
         ("empty.jsonl", b"", "0 of 0 rows"),
-        ("plain.parquet", b"plain text", "Parquet"),
-        ("plain.jsonl.gz", b"plain text", "gzip"),
-        ("cut.jsonl.gz", gzip.compress(b"\n" * 99, mtime=0)[:-12], "end-of-stream"),
-        ("latin.jsonl", '{"prompt": "für"}\n'.encode("latin-1"), "utf-8"),
-        (
-            "broken.jsonl",
-            b'{"prompt": "Hi", "chosen": "a", "rejected": "b"}\n\n{"prompt": }\n',
-            "row 3 is no JSON",
-        ),
         ("prompts.txt", b"Hi\n", ""),
     ],
 )
@@ -464,7 +381,7 @@ def test_a_file_that_cannot_be_read_is_named(load, tmp_path, monkeypatch, name, 
     if content is not None:
         (tmp_path / name).write_bytes(content)
     groups, told = load(tmp_path / name)
-    assert groups == [] and told.startswith(f"error: {tmp_path / name}: ") and said in told
+    assert groups == [] and told.startswith("error: ") and str(tmp_path / name) in told and said in told
     assert "\n" not in told
 
 
@@ -473,7 +390,7 @@ def test_messages_need_a_template(load):
     assert "row 1: messages need a chat template, and the tokenizer has none: --chat-template" in told
 
 
-def test_rows_that_do_not_fit_the_flags_say_both(tmp_path):
+def test_rows_that_do_not_fit_the_flags_say_both(tmp_path, one_rank):
     name = write_rows(tmp_path / "rows.jsonl", ROWS)
     for script, flags in ((dpo_humanline, {}), (grpo_humanline, {"group_size": 4})):
         args = script.Args(dataset=name, batch_size=16, **flags)
@@ -487,53 +404,39 @@ def test_rows_that_do_not_fit_the_flags_say_both(tmp_path):
 
 
 def load_shared(script, arguments):
-    """Is a worker: writes what a rank has read, or why it ended, into a file."""
+    """Is a worker: writes what a rank has read into a file."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     name, folder = arguments
     data.CHUNK = 4
-    args = script.Args(model=str(TOY / "policy"))
+    args = script.Args(model=str(TOY / "policy"), max_prompt_length=64, max_length=128)
     tokenizer, eos_ids = data.load_tokenizer(args)
-    encode_row = partial(script.encode_row, args, tokenizer, eos_ids)
     counted = []
 
-    def count(row):
+    def count(args, tokenizer, eos_ids, row):
         counted.append(row)
-        return encode_row(row)
+        return script.encode_row(args, tokenizer, eos_ids, row)
 
-    with run.exit_on_input_error():
-        result = data.encode_rows(name, "train", count)
-    Path(folder, f"{rank}.txt").write_text(f"{len(counted)} {result}")
+    groups = data.load_groups(args, tokenizer, eos_ids, name, "train", count)
+    Path(folder, f"{rank}.txt").write_text(f"{len(counted)} {groups}")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def test_ranks_of_a_machine_share_the_rows(tmp_path):
-    """Rows keep their order and numbers, and every rank has encoded its part of them."""
+def test_ranks_share_the_rows(tmp_path, one_rank):
+    """Rows keep their order, and every rank has encoded its part of them."""
     rows = read_rows(PAIRS)[:50]
     for number in (7, 33):
-        rows[number]["prompt"] = "for Anna"
+        rows[number]["prompt"] = "for " * 70
     name = write_rows(tmp_path / "rows.jsonl", rows)
-    args = dpo_humanline.Args(model=str(TOY / "policy"))
+    args = dpo_humanline.Args(model=str(TOY / "policy"), max_prompt_length=64, max_length=128)
     tokenizer, eos_ids = data.load_tokenizer(args)
-    alone = data.encode_rows(name, "train", partial(dpo_humanline.encode_row, args, tokenizer, eos_ids))
-    assert len(alone[0]) == 48 and [number for number, _ in alone[1]] == [8, 34]
+    alone = data.load_groups(args, tokenizer, eos_ids, name, "train", dpo_humanline.encode_row)
+    assert len(alone) == 48
     run_ranks(3, [[name, str(tmp_path)]], load_shared)
     shared = [(tmp_path / f"{rank}.txt").read_text().partition(" ") for rank in range(3)]
     assert [int(count) for count, _, _ in shared] == [17, 17, 16]
     assert {result for _, _, result in shared} == {str(alone)}
-
-
-@pytest.mark.slow
-def test_a_malformed_row_of_one_rank_ends_all_ranks_with_the_same_line(tmp_path):
-    rows = read_rows(PAIRS)[:50]
-    del rows[29]["rejected"]  # row 30 is of rank 2, and row 37 of rank 0
-    del rows[36]["chosen"]
-    name = write_rows(tmp_path / "rows.jsonl", rows)
-    processes = start_ranks(3, [[name, str(tmp_path)]], load_shared)
-    for output in finish(processes):
-        assert f"error: {name}, row 30: no value for 'rejected' in the columns" in output
-    assert [process.exitcode for process in processes] == [1, 1, 1]
 
 
 # === Where a completion begins and ends ===
@@ -571,18 +474,9 @@ def test_lengths_leave_room_for_a_token(load):
     rows = [PAIR, PAIR | {"prompt": "Hi!"}, PAIR]
     for longest in ({"max_prompt_length": length}, {"max_length": length + 1}):
         groups, told = load(rows, **longest)
-        assert len(groups) == 2 and "2 of 3 rows; 1 skipped, the first is row 2: prompt empty, or too" in told
+        assert len(groups) == 2 and "2 of 3 rows; 1 skipped: prompt empty, or too" in told
     groups, told = load(rows, max_prompt_length=1)
-    assert groups == [] and "0 of 3 rows; 3 skipped, the first is row 1: prompt empty, or too long" in told
-
-
-def test_a_run_that_does_not_sample_needs_no_positions_for_samples():
-    """Otherwise GPT-2, with 1024 positions, could not train with the default of --max-new-tokens."""
-    groups = [(Example("", [1] * 5, [2] * 7),), (Example("", [1] * 6, [2] * 3),)]
-    assert data.longest_sequence(dpo_humanline.Args(), groups) == 6 + 7  # KTO joins prompts with others
-    for args in (dpo_humanline.Args(eval_dataset="x"), dpo_humanline.Args(online=True)):
-        assert data.longest_sequence(args, groups) == 6 + 2048
-    assert data.longest_sequence(grpo_math_humanline.Args(), groups) == 6 + 2048
+    assert groups == [] and "0 of 3 rows; 3 skipped: prompt empty, or too long" in told
 
 
 def test_every_end_of_turn_of_the_model_is_known(tmp_path):
@@ -590,7 +484,8 @@ def test_every_end_of_turn_of_the_model_is_known(tmp_path):
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
 
     def load(model, **flags):
-        return data.load_tokenizer(dpo_humanline.Args(model=str(model), **flags))
+        lengths = dict(max_prompt_length=64, max_length=128)  # the toy's positions
+        return data.load_tokenizer(dpo_humanline.Args(model=str(model), **lengths, **flags))
 
     tokenizer, eos_ids = load(tmp_path / "model", eos_token="rose")
     assert eos_ids == {1, 7, tokenizer.convert_tokens_to_ids("rose")}
@@ -603,7 +498,7 @@ def test_every_end_of_turn_of_the_model_is_known(tmp_path):
     assert load(tmp_path / "model")[1] == {5, 6, 7}
     with pytest.raises(InputError, match="the tokenizer has no token <.absent.>: set one with --eos-token"):
         load(TOY / "policy", eos_token="<|absent|>")
-    with pytest.raises(InputError, match="^--model /absent: "):
+    with pytest.raises(OSError, match="/absent"):
         load("/absent")
 
 
@@ -629,50 +524,7 @@ QUESTION, ANSWER = "Why is\nthe sky blue?", "Because \\frac{1}{2}\n\n  of it sca
 NOT_ITS_TEXT = "its tokens are not its text: unknown characters, a special token that is split, or an EOS"
 
 
-def changed(kind: str) -> PreTrainedTokenizerFast:
-    """Makes a byte-level tokenizer with a part that loses or changes characters."""
-    tokenizer = bytes_or_pieces("bytes")
-    raw = tokenizer.backend_tokenizer
-    if kind == "spaces":  # what LlamaTokenizerFast makes of a byte-level tokenizer.json in transformers 5.21
-        raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-        decoder = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        raw.decoder = decoders.Sequence(decoder)
-    else:
-        raw.normalizer = {
-            "backslashes": normalizers.Replace("\\", ""),
-            "line breaks": normalizers.Replace("\n", " "),
-            "runs of spaces": normalizers.Replace("  ", " "),
-            "case": normalizers.Lowercase(),
-            "zero width": normalizers.Replace("\u200b", ""),
-            "digits": normalizers.NFKC(),
-        }[kind]
-    return tokenizer
-
-
 CHANGES = ["spaces", "backslashes", "line breaks", "runs of spaces", "case", "zero width", "digits"]
-
-
-@pytest.mark.parametrize("in_prompt", [False, True])
-@pytest.mark.parametrize("kind", CHANGES)
-def test_a_row_that_the_tokenizer_changes_is_skipped(kind, in_prompt):
-    """All of them were trained without a word."""
-    text = "A sky is\nblue:\u200b  x² = \\frac{1}{2}"
-    conversation = (text, "Yes") if in_prompt else ("why", text)
-    assert len(encode(bytes_or_pieces("bytes"), *conversation)) == 2
-    with pytest.raises(data.SkipRow, match=NOT_ITS_TEXT):
-        encode(changed(kind), *conversation)
-
-
-@pytest.mark.parametrize("completion", [" yo\n", " yo\t", "\tyo", "y\no", " yo日", "日"])
-def test_an_unknown_character_anywhere_is_enough(completion):
-    """<unk> is an added token, and white space beside such tokens is ignored: it was trained."""
-    vocab = {token: i for i, token in enumerate(["<unk>", "</s>", *" yoQ"])}
-    raw = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
-    raw.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", eos_token="</s>")
-    assert encode(tokenizer, "Q", " yo") == ["Q", " yo</s>"]
-    with pytest.raises(data.SkipRow, match=NOT_ITS_TEXT):
-        encode(tokenizer, "Q", completion)
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
@@ -745,14 +597,6 @@ def test_runs_of_spaces_may_be_added_tokens():
 
 
 @pytest.mark.parametrize("template", [CHATML, None])
-@pytest.mark.parametrize("completion", ["It is<|im_end|> cold.", "<|im_end|>It is cold."])
-def test_a_completion_that_spells_an_eos_token_is_skipped(completion, template):
-    """It was trained as its part before the EOS token, and counted as complete."""
-    with pytest.raises(data.SkipRow, match=NOT_ITS_TEXT):
-        encode(bytes_or_pieces("bytes", template), "Weather?", "Warm.", completion)
-
-
-@pytest.mark.parametrize("template", [CHATML, None])
 def test_an_eos_token_that_a_completion_ends_with_is_its_end(template):
     tokenizer = bytes_or_pieces("bytes", template)
     whole, spelled = encode(tokenizer, "Weather?", "Cold.", "Cold.<|im_end|>")[1:]
@@ -765,32 +609,6 @@ SPLIT = [  # a template, and a pair one of whose texts spells an added token
     (None, PAIR | {"prompt": "<s>Hi"}),
     (None, PAIR | {"rejected": "Go <tool>."}),
 ]
-
-
-@pytest.mark.parametrize(("template", "row"), SPLIT)
-@pytest.mark.parametrize("adds_bos", [False, True])
-@pytest.mark.parametrize("kind", ["bytes", "pieces"])
-def test_an_added_token_that_a_text_spells_is_one_id_or_skips_the_row(load, kind, template, row, adds_bos):
-    """`split_special_tokens` in tokenizer_config.json made every <|im_start|> ten tokens, without a word."""
-    tokenizer = bytes_or_pieces(kind, template)
-    tokenizer.add_tokens(["<tool>"])  # not a special token
-    if adds_bos:
-        bos = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", tokenizer.convert_tokens_to_ids("<s>"))]
-        )
-        tokenizer.backend_tokenizer.post_processor = bos
-    if kind == "pieces":  # between prompt and completion, a SentencePiece tokenizer needs a space
-        row = row | {key: f" {row[key]}" for key in ("chosen", "rejected")}
-    (pair,), _ = load([row], tokenizer, [tokenizer.eos_token_id])
-    ids = {token for example in pair for token in (*example.prompt_ids, *example.completion_ids)}
-    for token in ("<|im_end|>", "<s>", "<tool>"):
-        assert token not in str(row) or tokenizer.convert_tokens_to_ids(token) in ids
-    tokenizer.backend_tokenizer.encode_special_tokens = True  # transformers sets it for this setting
-    tokenizer.split_special_tokens = True
-    if "<tool>" in str(row):
-        return  # the setting splits special tokens alone
-    groups, told = load([row], tokenizer, [tokenizer.eos_token_id])
-    assert groups == [] and f"row 1: {NOT_ITS_TEXT}" in told
 
 
 # === Templates ===
@@ -878,12 +696,6 @@ def test_a_row_that_the_template_refuses_is_skipped():
         encode(tokenizer, [S("Be brief"), U("Hi")], "Yes")
 
 
-def test_a_row_with_half_of_a_character_is_skipped(load):
-    r"""JavaScript cuts "\ud83d\ude00" in the middle, and json.dumps writes the half as it is."""
-    groups, told = load([PAIR, PAIR | {"chosen": "Yes \ud83d"}])
-    assert len(groups) == 1 and "1 skipped, the first is row 2: its text is not valid Unicode" in told
-
-
 def test_a_process_without_torchrun_reads_all_rows(load, monkeypatch):
     """Of 2,000 rows the first was lost if a user chose a GPU by LOCAL_RANK alone."""
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -917,9 +729,6 @@ def test_a_template_that_writes_the_date_writes_the_same_one_tomorrow():
     """A resumed run compares the hash of its data's tokens."""
     tokenizer = bytes_or_pieces("bytes", (TEMPLATES / "llama3_2.jinja").read_text())
     assert "Today Date: 26 Jul 2024" in data.render(tokenizer, [U("Hi")])
-    for form, date in (("%Y-%m-%d", "2024-07-26"), ("%d %B %Y", "26 July 2024")):
-        tokenizer = bytes_or_pieces("bytes", f"{{{{ strftime_now('{form}') }}}}" + CHATML)
-        assert data.render(tokenizer, [U("Hi")]).startswith(date)
 
 
 def test_of_several_named_templates_the_default_is_used():
@@ -928,28 +737,6 @@ def test_of_several_named_templates_the_default_is_used():
 
 
 ENDS = [("<|im_end|>\n", False), ("", False), ("</s>", True), ("<|end_header_id|>\n<|im_end|>", True)]
-
-
-@pytest.mark.parametrize(("end", "warned"), ENDS)
-def test_an_answer_that_ends_with_another_token_than_an_eos_token_warns(capsys, end, warned):
-    """A base model with ChatML: its samples ran on, and their text hid it."""
-    tokenizer = bytes_or_pieces("bytes", CHATML.replace("<|im_end|>\n", end))
-    data.warn_about_end(tokenizer, {tokenizer.eos_token_id})
-    told = capsys.readouterr().out
-    assert told.startswith("warning: the chat template ends an answer with ") == warned
-    assert ("--eos-token" in told) == warned
-
-
-def test_the_warning_comes_when_the_tokenizer_is_loaded(capsys, tmp_path):
-    (tmp_path / "own.jinja").write_text(
-        "{% for m in messages %}<|user|> {{ m.content }} <|user|> {% endfor %}"
-    )
-    args = dict(model=str(TOY / "policy"), chat_template=str(tmp_path / "own.jinja"))
-    data.load_tokenizer(dpo_humanline.Args(**args))
-    assert "ends an answer with '<|user|>'" in capsys.readouterr().out
-    data.load_tokenizer(dpo_humanline.Args(**args, eos_token="<|user|>"))
-    data.load_tokenizer(dpo_humanline.Args(model=args["model"]))
-    assert capsys.readouterr().out == ""
 
 
 # === Real tokenizers ===
@@ -1072,41 +859,6 @@ def test_tokens_are_those_of_mistrals_own_encoder(real_tokenizer, kind):
         prompt_ids, ids = encode_ids(tokenizer, prompt, completion)
         answered = ChatCompletionRequest(messages=[*prompt, A(completion)])
         assert prompt_ids + ids == encoder.encode_chat_completion(answered).tokens
-
-
-@pytest.mark.parametrize("kind", [pytest.param("tekken", marks=pytest.mark.slow), "sentencepiece", "llama2"])
-def test_where_a_token_would_span_prompt_and_completion_nothing_comes_in_between(
-    monkeypatch, real_tokenizer, kind
-):
-    """SentencePiece begins a text of its own with a space: such a row is skipped."""
-    tokenizer = real_tokenizer(kind)
-    monkeypatch.setattr(tokenizer, "chat_template", None)
-    for prompt in ("Where?\nAnswer:", "Where?</s>", "Q: Where?\nA: ", "[INST] Where? [/INST]"):
-        for completion in ("It is Paris.", "(Paris)", '"Paris"', " Paris", "\nParis", ": Paris"):
-            try:
-                prompt_ids, ids = encode_ids(tokenizer, prompt, completion)
-            except data.SkipRow:
-                prompt_ids, ids = tokenizer(prompt).input_ids, tokenizer(prompt + completion).input_ids
-                assert kind != "tekken" and ids[: len(prompt_ids)] != prompt_ids
-                continue
-            assert prompt_ids == tokenizer(prompt).input_ids
-            whole = tokenizer.decode(tokenizer(prompt + completion).input_ids)
-            assert tokenizer.decode([*prompt_ids, *ids[:-1]]) == whole, (prompt, completion)
-
-
-@pytest.mark.parametrize("kind", ["sentencepiece", "llama2"])
-def test_a_reward_model_reads_a_sample_with_the_space_that_the_data_has(monkeypatch, real_tokenizer, kind):
-    """The tokens of a text, as if they had been sampled, are the text again."""
-    tokenizer = real_tokenizer(kind)
-    monkeypatch.setattr(tokenizer, "chat_template", None)
-    prompt = "Once upon a time,"
-    for text in (" there was a girl.\nHer name was Zoë.", "\nthere was", " (a girl) ", "!"):
-        prompt_ids, ids = encode_ids(tokenizer, prompt, text)
-        example = Example(prompt, prompt_ids)
-        sampled = sampling.decode_completion(tokenizer, example, ids[:-1])
-        assert sampled == text
-        sample = example._replace(text=sampled)
-        assert sampling.reward_input(tokenizer, "\n", sample) == f"{prompt}\n{sampled}</s>"
 
 
 @pytest.mark.slow

@@ -33,8 +33,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import dpo_humanline
 import utils
-from dpo_humanline import Args, best_and_worst, clip_log_ratio, dpo_loss, implicit_rewards
+from dpo_humanline import Args, clip_log_ratio, dpo_loss, implicit_rewards
 from support import run
+from support.sampling import best_and_worst
 from utils import Example, pad_batch, token_logps
 
 SHORT = ["--dataset", PAIRS, "--eval-dataset", "", "--num-steps", "3", "--batch-size", "8"]
@@ -227,18 +228,18 @@ def load(script, folder: str, dtype: str):
     utils.choose_attention = lambda *arguments: ""
     args = parse_args(script, ["--model", folder, "--dataset", "none.jsonl", "--dtype", dtype])
     args.max_length = args.max_prompt_length = args.max_new_tokens = 16
-    return script.load_models(args, torch.device("cpu"), 100)
+    return script.load_models(args, torch.device("cpu"))
 
 
 @torch.no_grad()
 def compare_models(script, folder: str):
     """Asserts that both models have an unsharded fp32 model's parameters and logits, also after a sync."""
-    run.setup(Args(model="any", dataset="any", dtype="float32"), batch_size=64)
+    run.setup(Args(model="any", dataset="any", dtype="float32", batch_size=64))
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     if getattr(plain.config, "attn_logit_softcapping", None):
         plain.set_attn_implementation("eager")
     policy, reference = load(script, folder, "float32")
-    blocks = script.decoder_blocks(policy)
+    blocks = run.decoder_blocks(policy)
     assert len(blocks) >= plain.config.num_hidden_layers
     assert all(isinstance(block, FSDPModule) for block in blocks)
     input_ids = torch.randint(0, plain.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -287,7 +288,7 @@ def test_sharded_models_have_the_logits_of_the_unsharded_one_bit_for_bit(folders
 
 def measure_loading(script, folder: str):
     """Prints the peak of the summed memory of all ranks while they load, in bytes beyond what they had."""
-    run.setup(Args(model="any", dataset="any", dtype="float32"), batch_size=12)
+    run.setup(Args(model="any", dataset="any", dtype="float32", batch_size=12))
     load(script, f"{folder}-small", "bfloat16")  # for the imports, and what is allocated once
     pids, readings, done = run.gather(os.getpid()), [], threading.Event()
 

@@ -119,11 +119,10 @@ def test_mismatch_takes_the_completion_of_the_next_example_with_another_prompt()
         mismatch(singles[:2], 99)
 
 
-def test_a_batch_needs_two_groups_and_no_half_pair(files, one_rank):
+def test_a_batch_has_no_half_pair(files, one_rank):
     tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
-    for size in (2, 5):
-        with pytest.raises(InputError, match=f"--batch-size {size} must be a multiple of 2, and at least 4"):
-            kto_humanline.load_data(Args(dataset=files["paired"], batch_size=size), tokenizer, {5})
+    with pytest.raises(InputError, match="--batch-size 5 must be a multiple of 2"):
+        kto_humanline.load_data(Args(dataset=files["paired"], batch_size=5), tokenizer, {5})
 
 
 def test_mismatched_sequences_are_at_most_as_long_as_any_other():
@@ -149,7 +148,7 @@ def test_z_0_of_a_step_by_hand(files, tmp_path, monkeypatch, rewards):
     flags += ["--log-epsilon-P", "-0.3", "--log-epsilon-R", "0.3", "--num-steps", "2"]
     folder = run_here(kto_humanline, *flags, "--checkpoint-every", "1", "--output-dir", tmp_path / "run")
     one_step = run_here(kto_humanline, *flags[:-1], "1", "--output-dir", tmp_path / "one")
-    tokenizer, eos_ids = load_tokenizer(Args(model=str(TOY / "policy")))
+    tokenizer, eos_ids = load_tokenizer(Args(model=str(TOY / "policy"), max_length=128))
     groups = [encode_row(Args(), tokenizer, eos_ids, row) for row in ROWS[:64]]
     order = np.random.default_rng((1, 1)).permutation(64)  # epoch 1: a batch is the whole set
     batch = [member for i in order for member in groups[i]]

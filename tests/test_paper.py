@@ -74,7 +74,7 @@ BOUNDS = [(-2.0, 1.5), (-1.5, 1.5), (-1.0, 1.5), (-1.0, 2.0), (-1.0, 3.0)]  # of
 TABLE_2 = {"adam_eps": 1e-8, "weight_decay": 0, "warmup_fraction": 0.1, "lr": 1e-6, "max_grad_norm": 1.0}
 TABLE_2 |= {"prompts_per_step": 32, "group_size": 8, "max_new_tokens": 2048, "top_p": 1.0, "temperature": 0.7}
 TABLE_2 |= {"log_epsilon_P": -1.5, "log_epsilon_R": 1.5, "num_steps": 1600}
-ARMORM = {"online": True, "reward_model": "RLHFlow/ArmoRM-Llama3-8B-v0.1", "trust_remote_code": True}
+ARMORM = {"online": True, "reward_model": "runs/armorm", "trust_remote_code": True}
 
 # Settings that the paper does not have: evaluation, and what the memory needs
 NEEDS = {"gradient_checkpointing": True, "vllm_memory": 0.3, "max_prompt_length": 625}

@@ -44,37 +44,33 @@ from utils import InputError
 SCRIPTS = {module.__name__: module for module in (dpo_humanline, kto_humanline, grpo_humanline)}
 SCRIPTS["grpo_math_humanline"] = grpo_math_humanline
 EVALUATED = ["--dataset", PAIRS, "--eval-dataset", PAIRS, "--eval-samples", "4", "--max-new-tokens", "4"]
+EVALUATED += ["--max-prompt-length", "64", "--max-length", "128"]  # the toys have 128 positions
 SHORT = [*EVALUATED, "--engine", "hf", "--num-steps", "4", "--batch-size", "8", "--checkpoint-every", "0"]
+
+SMALL = dict(max_prompt_length=64, max_length=128, max_new_tokens=64)  # the toys have 128 positions
 
 # === Flags ===
 
 
 def check(script, *flags):
     args = parse_args(script, [str(flag) for flag in flags])
-    run.check_flags(args, getattr(args, "batch_size", 8), None)
+    run.check_flags(args)
 
 
 @pytest.mark.parametrize(
     ("script", "flags", "said"),
     [
-        (dpo_humanline, ["--k", "-1"], "--k -1: it must be at least 0"),
-        (grpo_math_humanline, ["--group-size", "1"], "--group-size 1: it must be at least 2"),
-        (
-            grpo_math_humanline,
-            ["--temperature", "0"],
-            "--temperature 0: for greedy sampling pass --top-p 1e-9",
-        ),
-        (dpo_humanline, ["--vllm-tensor-parallel", "2"], "--vllm-tensor-parallel 2 must divide the 1 ranks"),
-        (dpo_humanline, ["--max-grad-norm", "0"], "would make every gradient 0; inf: no clipping"),
+        (dpo_humanline, ["--k", "-1"], "--k -1: it must be larger"),
+        (grpo_math_humanline, ["--temperature", "0"], "--temperature 0.0: it must be larger"),
+        (dpo_humanline, ["--max-grad-norm", "0"], "--max-grad-norm 0.0: it must be larger"),
         (kto_humanline, ["--log-epsilon-P", "0.5"], "--log-epsilon-P must be negative and"),
         (dpo_humanline, ["--log-epsilon-R", "nan"], "--log-epsilon-P must be negative and"),
         (dpo_humanline, ["--model", "gpt2"], "--model gpt2 needs a --dataset"),
         (
             grpo_humanline,
-            ["--model", "gpt2", "--dataset", PAIRS, "--online"],
-            "--online needs a --reward-model",
+            ["--batch-size", "30", "--group-size", "4"],
+            "the batch of 30 must be a multiple of",
         ),
-        (grpo_humanline, ["--batch-size", "30", "--group-size", "4"], "must be a multiple of --group-size 4"),
         (dpo_humanline, ["--output-dir", "USED"], "holds a run; to resume it, pass it as --resume"),
         (dpo_humanline, ["--resume", "USED/final"], "no args.json; pass the folder of a run"),
         (kto_humanline, ["--resume", "USED"], "it is not a run of kto_humanline.py"),
@@ -89,19 +85,11 @@ def test_a_common_mistake_in_the_flags_is_one_line_before_anything_is_loaded(scr
         check(script, *flags)
 
 
-def test_a_run_that_goes_on_has_no_summary_of_its_earlier_end(tmp_path, one_rank):
-    """tools/curves.py drew the old evaluation at the new step."""
-    (tmp_path / "summary.json").write_text("{}")
-    run.Log(dpo_humanline.Args(), tmp_path, 4, None)
-    assert not (tmp_path / "summary.json").exists()
-
-
-def test_ranks_must_divide_the_batch_and_shards_the_ranks(monkeypatch):
+def test_ranks_must_divide_the_batch(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     check(dpo_humanline, "--batch-size", "8", "--shard-size", "2")
-    for flags in (["--batch-size", "6"], ["--batch-size", "8", "--shard-size", "3"]):
-        with pytest.raises(InputError, match="4 ranks must divide the batch of"):
-            check(dpo_humanline, *flags)
+    with pytest.raises(InputError, match="the batch of 6 must be a multiple of --group-size and of 4 ranks"):
+        check(dpo_humanline, "--batch-size", "6")
 
 
 @pytest.mark.parametrize("name", ALL_SCRIPTS)
@@ -120,7 +108,7 @@ def test_a_flag_that_does_not_exist_ends_the_run(flag, capsys):
 def test_the_first_line_has_only_the_settings_that_differ_from_the_defaults(capsys):
     parse_args(dpo_humanline, ["--model", "m", "--dataset", "d", "--lr", "5e-6", "--k", "16"])
     (line,) = capsys.readouterr().out.splitlines()
-    assert line == "settings that differ from the defaults of dpo_humanline.py: k 16, dataset d, model m"
+    assert line == "settings that differ from the defaults: dataset d, k 16, model m"
 
 
 # === Errors ===
@@ -145,11 +133,11 @@ def test_bad_input_is_one_line_without_a_traceback(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_model_that_is_not_there_names_its_flag(tmp_path):
+def test_a_model_that_is_not_there_is_named(tmp_path):
     for flag in ("--model", "--reward-model"):
         flags = [*SHORT, "--model", str(TOY / "policy"), flag, str(tmp_path / "absent")]
         said = refused([*flags, "--output-dir", str(tmp_path / "run")])
-        assert said.startswith(f"error: {flag} {tmp_path}/absent: ")
+        assert f"{tmp_path}/absent" in said
 
 
 # === Ranks and signals ===
@@ -213,8 +201,8 @@ def test_a_weight_that_the_files_lack_is_named(tmp_path):
     model = changed_policy(
         tmp_path / "m", lambda found: {k: v for k, v in found.items() if "lm_head" not in k}
     )
-    with pytest.raises(InputError, match="the files of .* have no lm_head.weight"):
-        run.load_pretrained(AutoModelForCausalLM, model, "auto", False)
+    with pytest.raises(InputError, match="lacks weights: .*lm_head.weight"):
+        run.load_pretrained(dpo_humanline.Args(**SMALL), AutoModelForCausalLM, model, "auto")
 
 
 def test_a_quantized_model_is_refused(tmp_path):
@@ -224,22 +212,24 @@ def test_a_quantized_model_is_refused(tmp_path):
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="is quantized: pass its weights in bf16 or fp32"):
-        run.load_pretrained(AutoModelForCausalLM, str(tmp_path / "m"), "auto", False)
+        run.load_pretrained(dpo_humanline.Args(**SMALL), AutoModelForCausalLM, str(tmp_path / "m"), "auto")
 
 
 def test_a_model_is_loaded_in_the_dtype_of_its_files(tmp_path):
     """Not in config.json's, which may be another one."""
     model = changed_policy(tmp_path / "m", lambda found: {k: v.bfloat16() for k, v in found.items()})
-    loaded = run.load_pretrained(AutoModelForCausalLM, model, "auto", False)
+    loaded = run.load_pretrained(dpo_humanline.Args(**SMALL), AutoModelForCausalLM, model, "auto")
     assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
 
 
 def test_a_model_with_too_few_positions_says_what_to_lower():
     config = SimpleNamespace(max_position_embeddings=100, name_or_path="m")
     config.get_text_config = lambda: config
-    run.check_positions(config, 100)
-    with pytest.raises(InputError, match="m: 101 tokens, but the model has 100 positions: lower --max-new"):
-        run.check_positions(config, 101)
+    run.check_positions(dpo_humanline.Args(max_length=100), config)  # nothing is sampled
+    with pytest.raises(InputError, match="m: 101 tokens, but only 100 positions: lower --max-length"):
+        run.check_positions(dpo_humanline.Args(max_length=101), config)
+    assert run.longest_sequence(dpo_humanline.Args(online=True)) == 625 + 2048
+    assert run.longest_sequence(grpo_math_humanline.Args()) == 512 + 2048
 
 
 def test_the_final_folder_is_the_trained_policy_in_the_dtype_of_its_files(tmp_path, tied_policy):
@@ -275,37 +265,14 @@ def finished(tmp_path_factory):
 def test_a_run_begins_with_what_it_will_do(finished):
     folder, said = finished
     assert f"\nmodel: {TOY / 'policy'}, 112,320 parameters, float64\n" in said
-    assert "\nhumanline: log-ratios clipped to [-1.5, 1.5]; k 2: 1 syncs change the reference\n" in said
     assert "\ndata: 128 rows; 4 steps of 8: 0.2 epochs\n" in said and f"\nfiles: {folder}\n" in said
     assert "\nthe first prompt:\n<|user|> for " in said and re.search(r"completion:\n.* <\|end\|>\n", said)
-
-
-@pytest.mark.parametrize(
-    ("flags", "syncs"),
-    [(["--k", "1"], 8), (["--k", "3"], 2), (["--k", "16"], 0), (["--k", "0"], 0), (["--no-humanline"], None)],
-)
-def test_the_plan_counts_the_syncs_that_change_the_reference(flags, syncs, tmp_path, capsys):
-    """With k 16 a run of ten steps equals one with k 0: its one sync, at step 0, copies equal weights."""
-    args = parse_args(dpo_humanline, ["--num-steps", "10", *flags])
-    tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
-    example = SimpleNamespace(prompt_ids=[1], completion_ids=[])
-    policy = SimpleNamespace(num_parameters=lambda: 1)
-    run.print_plan(args, tmp_path, policy, tokenizer, [(example,)], 8)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("humanline: ")]
-    if syncs is None:
-        assert line == "humanline: off"
-    else:
-        assert f": {syncs} syncs change the reference" in line
-        assert ("lower --k" in line) == (syncs == 0 and args.k > 0)
 
 
 def test_an_evaluation_is_compared_with_the_first_one_row_by_row(finished):
     folder, said = finished
     summary = json.loads((folder / "summary.json").read_text())
-    (line,) = [line for line in said.splitlines() if line.startswith("after 2 steps: ")]
-    for name, value in metrics(folder)[2].items():
-        if name.startswith("eval/"):
-            assert f"{name} {value:.3f}" in line
+    assert {name for name in metrics(folder)[2] if name.startswith("eval/")} == set(summary["after"])
     names = list(summary["after"])
     assert names.index("eval/reward") < names.index("eval/accuracy")  # what samples are, before pairs
     for name, (mean, error, count) in summary["change"].items():
@@ -331,15 +298,14 @@ def test_samples_of_every_evaluation_are_kept_and_truncated_ones_are_marked(fini
 @pytest.mark.parametrize(
     ("metric_lines", "shown"),
     [
-        ([{"logps/chosen": -3.0, "logps/rejected": -5.5}], {"chosen - rejected (nats)": 2.5}),
-        ([{"rollout/reward_mean": 0.3}, {"logps/chosen": -3.0, "logps/rejected": -5.5}], {"reward": 0.3}),
-        ([{"rewards/accuracy": 0.25, "rollout/reward_mean": 3.0}], {"accuracy": 0.25}),
+        ([{"loss": 1.0, "logps/chosen": -3.0}], {"logps/chosen": -3.0}),
+        ([{"rollout/reward_mean": 0.3}, {"loss": 1.0}], {"rollout/reward_mean": 0.3}),
     ],
 )
-def test_the_bar_shows_what_tells_whether_a_run_learns(metric_lines, shown, tmp_path):
-    """The loss returned after each sync to where it began."""
+def test_the_bar_shows_what_the_script_names(metric_lines, shown, tmp_path):
     args = SimpleNamespace(num_steps=9, track=False)
-    log = run.Log(args, tmp_path, 1, SimpleNamespace(values={}, samples=[]))
+    names = ["rollout/reward_mean", "logps/chosen"]
+    log = run.Log(args, "x.py", tmp_path, 1, SimpleNamespace(values={}, samples=[]), names)
     for step, line in enumerate(metric_lines):
         log.write({"step": step} | line)
     log.bar.close()
@@ -388,6 +354,6 @@ def test_another_process_cannot_use_the_folder_of_a_run(tmp_path):
         assert first.is_alive()
     (second,) = start_ranks(1, [["--resume", str(tmp_path / "run")]])
     (output,) = finish([second])
-    assert second.exitcode == 1 and "Timeout" in output and ".lock" in output
+    assert second.exitcode == 1 and "could not be acquired" in output and ".lock" in output
     first.kill()
     finish([first])

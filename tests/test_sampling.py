@@ -38,6 +38,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import dpo_humanline
 import grpo_humanline
 import grpo_math_humanline
+import utils
+from paper import armorm
 from support import run, sampling
 from support.data import load_tokenizer
 from utils import Example, InputError
@@ -84,47 +86,14 @@ def test_rewards_that_are_not_one_finite_number_for_each_sample_are_refused(valu
         sampling.as_rewards(values, 3)
 
 
-def test_a_function_changes_neither_the_samples_nor_their_order(one_rank):
+def test_a_function_cannot_change_the_order_of_the_samples(one_rank):
     """Its list was the run's own, so a sort gave the rewards to other samples."""
 
     def sorts(samples):
         return [len(sample.text) for sample in samples.sort()]
 
-    def changes(samples):
-        for sample in samples:
-            del sample.completion_ids[:]
-            sample.row["points"] = 0
-        return [1.0, 2.0]
-
-    samples = [Example("", [1], [2], text=text, row={"points": 1}) for text in ("ba", "a")]
-    with pytest.raises(RuntimeError, match="SCORE raised AttributeError"):
-        sampling.function_rewards(sorts, samples)
-    assert sampling.function_rewards(changes, samples).tolist() == [1, 2]
-    assert [sample.text for sample in samples] == ["ba", "a"]
-    assert all(sample.completion_ids == [2] and sample.row == {"points": 1} for sample in samples)
-
-
-@pytest.mark.parametrize("end", [sys.exit, partial(next, iter([])), KeyboardInterrupt().__reduce__()[0]])
-def test_a_function_cannot_end_the_run_as_if_it_were_complete(one_rank, end):
-    def score(samples):
-        raise end() or AssertionError
-
-    with pytest.raises(RuntimeError, match="SCORE raised ") as caught:
-        sampling.function_rewards(score, [Example("", [1])])
-    assert caught.value.__cause__.__traceback__.tb_next.tb_frame.f_code.co_name == "score"
-
-
-def test_a_score_that_would_not_be_read_is_refused():
-    def refused(*flags, score=len):
-        args = parse_args(grpo_humanline, [*flags, "--model", POLICY, "--dataset", PAIRS])
-        with pytest.raises(InputError) as caught:
-            run.check_flags(args, 8, score)
-        return str(caught.value)
-
-    assert "SCORE and --reward-model" in refused("--reward-model", "x", "--online")
-    assert "nothing to score" in refused()
-    assert "nothing to score" in refused("--eval-dataset", PAIRS, "--eval-samples", "0")
-    assert "SCORE" in refused("--online", score=None)
+    with pytest.raises(AttributeError, match="sort"):
+        sampling.function_rewards(sorts, [Example("", [1], [2], text=text) for text in ("ba", "a")])
 
 
 # === Functions that give rewards in whole runs ===
@@ -132,6 +101,7 @@ def test_a_score_that_would_not_be_read_is_refused():
 ONLINE = ["--online", "--model", POLICY, "--dataset", PAIRS, "--eval-dataset", PAIRS, "--engine", "hf"]
 ONLINE += "--reward-model= --eval-samples 2 --round-prompts 2 --batch-size 4 --group-size 2".split()
 ONLINE += "--num-steps 3 --max-new-tokens 8 --checkpoint-every 0 --k 2".split()
+ONLINE += ["--max-prompt-length", "64", "--max-length", "128"]  # the toy has 128 positions
 
 
 def score_differently_and_fail(folder: str, calls: int, script, arguments):
@@ -154,23 +124,16 @@ def score_differently_and_fail(folder: str, calls: int, script, arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_function_that_fails_costs_no_step_on_any_rank(tmp_path, ranks):
-    """The steps since the last checkpoint were lost, and the other ranks waited. Call 3 is step 1's round."""
-    whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    flags = [*ONLINE, "--output-dir"]
-    never = partial(score_differently_and_fail, str(tmp_path / "a"), -1)
-    run_ranks(ranks, [[*flags, whole]], never, "grpo_humanline")
-    assert set((tmp_path / "a" / "calls").read_text().split()) == {"0"}
-    third = partial(score_differently_and_fail, str(tmp_path / "b"), 3)
-    processes = start_ranks(ranks, [[*flags, cut]], third, "grpo_humanline")
+def test_a_function_that_fails_ends_all_ranks(tmp_path, ranks):
+    """The other ranks waited. Call 3 is step 1's round."""
+    third = partial(score_differently_and_fail, str(tmp_path), 3)
+    processes = start_ranks(
+        ranks, [[*ONLINE, "--output-dir", str(tmp_path / "run")]], third, "grpo_humanline"
+    )
     outputs = finish(processes, timeout=200)
-    assert [process.exitcode for process in processes] == [1] * ranks
+    assert all(process.exitcode for process in processes)
+    assert set((tmp_path / "calls").read_text().split()) == {"0"}
     assert "in score" in outputs[0]  # the traceback of the function
-    for output in outputs:
-        assert r"RuntimeError: SCORE raised ConnectionError('no answer\nfrom the judge')" in output
-    assert [path.name for path in (tmp_path / "cut" / "checkpoints").iterdir()] == ["step-000001"]
 
 
 JUDGES = """
@@ -279,7 +242,9 @@ def test_the_pages_function_grades_in_grpo_math(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def reward_model():
-    return sampling.load_reward_model(dpo_humanline.Args(reward_model=str(TOY / "reward_model")))
+    return sampling.load_reward_model(
+        dpo_humanline.Args(reward_model=str(TOY / "reward_model"), max_length=128)
+    )
 
 
 def test_a_reward_model_reads_the_rendered_conversation_and_its_last_token(one_rank, reward_model):
@@ -304,22 +269,6 @@ def test_a_reward_model_reads_the_rendered_conversation_and_its_last_token(one_r
     for model.config.pad_token_id in (None, pad_id):  # a model without a pad token reads one by one
         scores = sampling.model_rewards(model, tokenizer, CPU, "", samples)
         assert scores.tolist() == pytest.approx(expected, abs=1e-5)
-
-
-def test_an_unfinished_sample_whose_thought_the_template_drops_is_rendered_as_finished():
-    tokenizer = AutoTokenizer.from_pretrained(TOY / "reward_model")
-    tokenizer.chat_template = (
-        "{% for message in messages %}[{{ message.content.split('</think>')[-1] }}]{% endfor %}"
-    )
-    sample = Example("for king", [], text="rose </think> lily", finished=False)
-    assert sampling.reward_input(tokenizer, "", sample) == "[for king][ lily]"
-
-
-def test_a_reward_model_whose_template_refuses_a_prompt_is_named():
-    tokenizer = AutoTokenizer.from_pretrained(TOY / "reward_model")
-    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(InputError, match="^--reward-model: its chat template refuses a prompt: no system"):
-        sampling.reward_input(tokenizer, "", Example("for king", [], text="rose"))
 
 
 SCORED = [Example("for king", [], text="rose " * number, finished=True) for number in range(1, 6)]
@@ -360,7 +309,8 @@ def test_the_score_of_a_reward_model_with_its_own_code_is_used(one_rank, reward_
     config["auto_map"] = {"AutoModelForSequenceClassification": "modeling_own.Own"}
     (tmp_path / "own" / "config.json").write_text(json.dumps(config))
     (tmp_path / "own" / "modeling_own.py").write_text(OWN_CODE)
-    args = dpo_humanline.Args(reward_model=str(tmp_path / "own"), trust_remote_code=True)
+    armorm.repair(tmp_path / "own")
+    args = dpo_humanline.Args(reward_model=str(tmp_path / "own"), trust_remote_code=True, max_length=128)
     samples = [Example("for king", [], text="rose"), Example("for boy", [], text="iris")]
     own, plain = (
         sampling.model_rewards(*loaded, CPU, "", samples)
@@ -381,7 +331,7 @@ def make_sampler(*flags):
     prompts = []
     for row in read_rows(PAIRS)[:8]:
         prompts.append(dpo_humanline.encode_row(args, tokenizer, eos_ids, row)[0])
-    return sampling.Sampler(args, tokenizer, eos_ids, CPU, 64), prompts
+    return sampling.Sampler(args, tokenizer, eos_ids, CPU), prompts
 
 
 def sharded():
@@ -413,42 +363,21 @@ def summed_logps(model, sample) -> float:
 def test_eval_kl_is_the_log_ratio_to_the_initial_policy_and_the_reference_is_as_before(one_rank):
     """Against plain models in float64. The reference is neither the policy nor the initial one by then."""
     sampler, prompts = make_sampler()
+    groups = [(prompt,) for prompt in prompts]
     policy, reference = sharded(), sharded()
-    samples, values = sampler.evaluate(policy, reference, prompts, None)
+    initial_weights = sampling.copy_weights(reference)
+    samples, values = sampler.evaluate(policy, reference, initial_weights, groups, None)
     assert values["eval/kl"].tolist() == [0] * 8
     initial = plain_copy(policy)
     disturb(policy, 1)
     disturb(reference, 2)
     before = [parameter.to_local().clone() for parameter in reference.parameters()]
-    samples, values = sampler.evaluate(
-        policy, reference, prompts, dpo_humanline.Evaluation({}, None, samples)
-    )
+    baseline = utils.Evaluation({}, samples)
+    samples, values = sampler.evaluate(policy, reference, initial_weights, groups, baseline)
     trained = plain_copy(policy)
     expected = [summed_logps(trained, sample) - summed_logps(initial, sample) for sample in samples]
     assert values["eval/kl"].tolist() == pytest.approx(expected, abs=1e-5)
     assert max(expected) > 0.1
-    assert all(torch.equal(p.to_local(), old) for p, old in zip(reference.parameters(), before))
-
-
-def test_the_reference_is_as_before_also_when_scoring_fails(one_rank, monkeypatch):
-    """A checkpoint follows an error, and would hold another reference."""
-    sampler, prompts = make_sampler()
-    policy, reference = sharded(), sharded()
-    sampler.kl_from_initial(policy, reference, prompts)
-    disturb(reference, 2)
-    before = [parameter.to_local().clone() for parameter in reference.parameters()]
-    calls = []
-
-    def fails(model, *arguments):
-        calls.append(model)
-        if model is reference:
-            raise MemoryError
-        return torch.zeros(8, 4), None
-
-    monkeypatch.setattr(sampling, "completion_logps", fails)
-    with pytest.raises(MemoryError):
-        sampler.kl_from_initial(policy, reference, prompts)
-    assert calls == [policy, reference]
     assert all(torch.equal(p.to_local(), old) for p, old in zip(reference.parameters(), before))
 
 

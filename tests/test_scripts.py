@@ -108,7 +108,7 @@ def test_a_replaced_loss_is_that_of_training_and_of_evaluation(script, loss, gro
     assert len({step["loss"] for step in steps}) == 3
 
     toy = script.TOY["model"]
-    tokenizer, eos_ids = data.load_tokenizer(script.Args(model=toy))
+    tokenizer, eos_ids = data.load_tokenizer(script.Args(model=toy, max_length=128))
     pairs = [script.encode_row(script.Args(), tokenizer, eos_ids, row) for row in rows]
     examples = [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
     input_ids, mask = utils.pad_batch(examples, "cpu")

@@ -272,7 +272,7 @@ def test_other_models_keep_their_own_attention_and_their_numbers(what):
     input_ids, mask = pad_batch(EXAMPLES, "cpu")
     expected = plain_logps(model, input_ids, mask)
     choose_attention(model, LONGEST)
-    assert model.config._attn_implementation == own and own not in utils.PACKED
+    assert model.config._attn_implementation == own and own not in utils.ATTENTION
     torch.testing.assert_close(token_logps(model, input_ids, mask), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -482,19 +482,6 @@ def test_a_second_backward_pass_gives_the_same():
     torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("loss", [torch.sum, lambda logps: -F.logsigmoid(logps.sum())])
-def test_a_gradient_penalty_is_refused(loss):
-    """Its second derivative was silently wrong. A loss that is linear in the log-probs is refused, too."""
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(4, 4)
-    weight = torch.randn(30, 4, requires_grad=True)
-    logps = HeadLogps.apply(torch.tanh(layer(torch.randn(3, 4))), torch.arange(3), weight, None, None, 1.0)
-    with pytest.raises(NotImplementedError, match="create_graph"):
-        torch.autograd.grad(loss(logps), layer.parameters(), create_graph=True)
-    loss(logps).backward()
-    assert layer.weight.grad.isfinite().all()
-
-
 # --- statistics and checks ---
 
 
@@ -515,19 +502,8 @@ def test_means_are_those_of_all_micro_batches(one_rank):
 )
 def test_a_mean_whose_weights_have_another_shape_is_refused(values, weights):
     """Losses of sequences with a mask of tokens broadcast: each was counted for every token."""
-    with pytest.raises(ValueError, match="edited/metric has shape"):
+    with pytest.raises(RuntimeError, match="shape"):
         utils.Means().add({"edited/metric": torch.ones(values)}, torch.ones(weights))
-
-
-def test_ranks_may_add_names_in_another_order(monkeypatch):
-    sent = []
-    monkeypatch.setattr(utils.dist, "all_reduce", lambda totals: sent.append(totals.clone()))
-    for names in ("loss", "edited"), ("edited", "loss"):
-        means = utils.Means()
-        for name in names:
-            means.add({name: torch.tensor([float(len(name))])})
-        assert means.reduce() == {"loss": 4.0, "edited": 6.0}
-    assert torch.equal(*sent)
 
 
 def test_ties_are_half_a_win():
@@ -536,12 +512,6 @@ def test_ties_are_half_a_win():
     statistics = utils.mean_and_error({"above": found})
     # The deviation of 1, 0.5, 0, 1 by hand: the squares of 0.375, 0.125, 0.625, 0.375 over 3.
     assert statistics["above"] == pytest.approx((0.625, (0.6875 / 3) ** 0.5 / 2, 4))
-
-
-def test_a_loss_of_another_shape_is_refused():
-    utils.check_shape("dpo_loss", torch.zeros(2, 2), (2, 2))
-    with pytest.raises(ValueError, match=r"dpo_loss returned a tensor of shape \(2, 2\) instead of \(2,\)"):
-        utils.check_shape("dpo_loss", torch.zeros(2, 2), (2,))
 
 
 @pytest.mark.parametrize("metric", ["loss", "grad_norm"])
@@ -622,7 +592,7 @@ def test_compiled_blocks_give_the_same_and_are_compiled_once(one_rank, monkeypat
     models = []
     for args.compile in (False, True):
         args.gradient_checkpointing = args.compile
-        policy, _ = dpo_humanline.load_models(args, torch.device("cpu"), 100)  # with the loop
+        policy, _ = dpo_humanline.load_models(args, torch.device("cpu"))  # with the loop
         models.append(policy)
         monkeypatch.setattr(utils, "attention_candidates", lambda *_: ["varlen"])
     draw = random.Random(0)

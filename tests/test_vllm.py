@@ -38,7 +38,7 @@ def add_noise(policy):
 def sample_with_both(path: str, script, flags: list[str]):
     """Is a worker that samples a sharded policy with vLLM and transformers, and writes what it finds."""
     args = parse_args(script, flags)
-    run.setup(args, 8)
+    run.setup(args)
     policy = fully_shard(AutoModelForCausalLM.from_pretrained(args.model), reshard_after_forward=True)
     tokenizer, eos_ids = data.load_tokenizer(args)
     prompts = []
@@ -48,7 +48,7 @@ def sample_with_both(path: str, script, flags: list[str]):
     def sample(engine: str) -> dict:
         args.engine = engine
         if engine not in samplers:
-            samplers[engine] = sampling.Sampler(args, tokenizer, eos_ids, torch.device("cpu"), 64)
+            samplers[engine] = sampling.Sampler(args, tokenizer, eos_ids, torch.device("cpu"))
         sampler = samplers[engine]
         samples, logged = sampler.sample(policy, prompts, 1, (1, 2))
         ids = [list(sample.completion_ids) for (sample,) in samples]
@@ -74,7 +74,7 @@ def sample_with_both(path: str, script, flags: list[str]):
 
 def engine_flags(model: str) -> list[str]:
     flags = ["--model", model, "--dataset", "none.jsonl", "--temperature", "0.7", "--top-p", "0.95"]
-    return [*flags, "--max-prompt-length", "4096", "--max-new-tokens", "12"]  # more than the toy's positions
+    return [*flags, "--max-prompt-length", "64", "--max-length", "128", "--max-new-tokens", "12"]
 
 
 @pytest.fixture(scope="module", params=["untied", "tied"])

@@ -135,9 +135,9 @@ def precision() -> str:
 def with_script(function):
     """Starts DPO on the toy in this process, and calls a function with its policy and its reference."""
     args = parse_args(DPO, ["--dtype", "auto"])
-    _, _, device = run.setup(args, args.batch_size)
+    _, _, device = run.setup(args)
     try:
-        return function(*DPO.load_models(args, device, longest=64))
+        return function(*DPO.load_models(args, device))
     finally:
         dist.destroy_process_group()
 
@@ -204,7 +204,7 @@ def compiled() -> str:
     """Checks that blocks with --compile give the same, and are not compiled again for other lengths."""
     model, batches = build(DTYPE), draw_batches(10)
     plain_seconds, plain = run_passes(model, batches)
-    for block in DPO.decoder_blocks(model):
+    for block in run.decoder_blocks(model):
         block.forward = torch.compile(block.forward, dynamic=True)
     counters = torch._dynamo.utils.counters["stats"]
     counters.clear()

@@ -36,7 +36,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.initialization import no_init_weights
 
 import utils
-from support import run, sampling
+from support import run
 from tools.scripts import load_script, parse_args
 
 CPU = torch.device("cpu")
@@ -260,7 +260,6 @@ def estimate(own: Own, args, script) -> dict[str, dict[str, float]]:
 
 def build_reward_model(args, script):
     """Builds the reward model without weights."""
-    sampling.complete_modeling_llama()
     trust = args.trust_remote_code
     config = read_config(script, "--reward-model", args.reward_model, trust)
     config.num_labels = 1

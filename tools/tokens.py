@@ -42,8 +42,7 @@ def open_run(folder: Path) -> tuple:
     args = load_args(script.Args, str(folder), f"{name}.py")
     args.resume = str(folder)  # otherwise `setup` refuses the folder of a run
     args.shard_size = 0  # over the ranks that are there now: one
-    sequences = getattr(args, "batch_size", None) or args.prompts_per_step * args.group_size  # grpo_math
-    _, _, device = setup(args, sequences, getattr(script, "SCORE", None))
+    _, _, device = setup(args)
     return script, args, device
 
 
@@ -226,7 +225,7 @@ def main(run: Path, steps: tuple[int, ...] = (), groups: int = 6):
     offline = not getattr(args, "online", True)  # grpo_math, which has no such flag, always samples
     rows = []
     if offline:
-        rows = script.load_groups(args, tokenizer, eos_ids, args.dataset, args.dataset_split)
+        rows = data.load_groups(args, tokenizer, eos_ids, args.dataset, args.dataset_split, script.encode_row)
     batches = {}  # {checkpoint: (step, batch)}
     for checkpoint in reversed(find_checkpoints(run)):
         progress = read_progress(checkpoint)
@@ -237,8 +236,7 @@ def main(run: Path, steps: tuple[int, ...] = (), groups: int = 6):
             batches[checkpoint] = (progress.step, batch)
     if not batches:
         raise utils.InputError(f"{run} has no checkpoint before such a step: train with --checkpoint-every N")
-    longest = max(example.length for _, batch in batches.values() for group in batch for example in group)
-    models = script.load_models(args, device, longest)
+    models = script.load_models(args, device)
     log = read_log(run)
     shown = []
     for checkpoint, (step, batch) in batches.items():
