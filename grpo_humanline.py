@@ -233,14 +233,17 @@ def main(args: Args):
     before = evaluate(args, policy, reference, initial_weights, sampler, held_out)
     # The steps and rounds that are done, and the pool of groups that were sampled but not yet used.
     progress = checkpoint.load_checkpoint(output_dir, policy, reference, optimizer)
+    signals = run.Signals()
+    state = args, output_dir, policy, reference, optimizer, progress, signals  # for checkpoints
     shown = ["eval/accuracy", "rollout/reward_mean", "logps/chosen", "logps/rejected"]
     log = run.Log(args, __file__, output_dir, progress.step, before, shown)
-    signals = run.Signals()
 
     for step in range(progress.step, args.num_steps):
+        run.set_seed(args.seed, step, rank)  # so that a resumed run draws the same random numbers
         metrics = {"step": step}
         if step > 0 and args.eval_every and step % args.eval_every == 0:
             evaluation = evaluate(args, policy, reference, initial_weights, sampler, held_out, before)
+            checkpoint.end_after_signal(*state)
             metrics |= log.write_evaluation(step, evaluation)
         started = time.perf_counter()
 
@@ -252,8 +255,10 @@ def main(args: Args):
             # even if a new round is drawn and the reference synced before they are used.
             while len(progress.pool) < groups_per_step:
                 sync_reference(reference, policy)  # Algorithm 1, line 3: with and without humanline
-                progress.round += 1
-                new_groups, round_metrics = sample_round(args, sampler, policy, groups, progress.round)
+                number = progress.round + 1
+                new_groups, round_metrics = sample_round(args, sampler, policy, groups, number)
+                checkpoint.end_after_signal(*state)
+                progress.round = number
                 progress.pool += new_groups
                 metrics |= round_metrics  # of the newest round
             batch = progress.pool[:groups_per_step]
@@ -304,12 +309,12 @@ def main(args: Args):
         if args.humanline and args.k > 0 and step % args.k == 0:
             sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
 
-        # The update. The learning rate rises linearly (warmup: Table 1) and then stays constant.
+        # The update. The learning rate rises linearly (warmup: Tables 1 and 2) and then stays constant.
         lr = args.lr * min(1.0, (step + 1) / warmup_steps)
         for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
             param_group["lr"] = lr
         optimizer.step()
-        optimizer.zero_grad()
+        policy.zero_grad()  # also of weights that an optimizer does not have
 
         dist.all_reduce(total_loss)
         grad_norm = grad_norm.full_tensor()  # global norm before clipping
@@ -318,9 +323,9 @@ def main(args: Args):
         utils.check_finite(metrics)
         log.write(metrics)
         progress.step = step + 1
-        checkpoint.end_step(args, output_dir, policy, reference, optimizer, progress, signals)
+        checkpoint.end_step(*state)
 
-    signals.release()
+    signals.deadline = 0  # everything is saved, so a signal ends the run at once
     after = evaluate(args, policy, reference, initial_weights, sampler, held_out, before)
     run.export(output_dir / "final", policy, tokenizer, eos_ids)
     log.report(progress.step, after)
@@ -397,15 +402,15 @@ def load_models(args, device):
     policy = load("auto").to(torch.float32)
     # The reference is loaded in its storage dtype. A cast to bf16 would round its buffers, too.
     reference = load(run.storage_dtype(args)).requires_grad_(False)
-    # Buffers (RoPE's frequencies, Gemma's embed_scale) must be equal, otherwise log-ratios would not be 0 at
-    # step 0.
+    # Buffers (RoPE's frequencies, Gemma's embed_scale) must be equal in value and dtype, otherwise log-ratios
+    # would not be 0 at step 0.
     for name, buffer in policy.named_buffers():
-        buffer.copy_(reference.get_buffer(name))
+        buffer.data = reference.get_buffer(name).clone()
     for model in (policy, reference):
         # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
         # log-probs would be wrong without any error. So a short trial sets the fastest attention whose packed
         # log-probs equal those of a plain forward pass.
-        attention = utils.choose_attention(model, run.longest_sequence(args))
+        attention = utils.choose_attention(model, run.longest_sequence(args), getattr(torch, args.dtype))
         for block in run.decoder_blocks(model):
             if args.compile:
                 block.forward = torch.compile(block.forward, dynamic=True)
@@ -438,7 +443,8 @@ def shard_model(args, model, device):
     # Gradients are summed over ranks in fp32 or wider, because bf16 sums over many ranks lose small terms.
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype)
-    for module in [*units, model]:  # children before parents, as FSDP2 requires
+    # Children before parents, as FSDP2 requires. In a few models, such as Mamba, a unit contains others.
+    for module in [*reversed(units), model]:
         # By default FSDP2 leaves the root gathered after forward, for use in backward. The reference never
         # runs backward, so its next forward would still use the weights from before a sync.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)

@@ -220,14 +220,17 @@ def main(args: Args):
     before = evaluate(args, policy, reference, initial_weights, sampler, grader, held_out)
     # The steps that are done, and the pool of groups that were sampled but not yet used.
     progress = checkpoint.load_checkpoint(output_dir, policy, reference, optimizer)
+    signals = run.Signals()
+    state = args, output_dir, policy, reference, optimizer, progress, signals  # for checkpoints
     shown = ["eval/accuracy", "rewards/accuracy"]
     log = run.Log(args, __file__, output_dir, progress.step, before, shown)
-    signals = run.Signals()
 
     for step in range(progress.step, args.num_steps):
+        run.set_seed(args.seed, step, rank)  # so that a resumed run draws the same random numbers
         metrics = {"step": step}
         if step > 0 and args.eval_every and step % args.eval_every == 0:
             evaluation = evaluate(args, policy, reference, initial_weights, sampler, grader, held_out)
+            checkpoint.end_after_signal(*state)
             metrics |= log.write_evaluation(step, evaluation)
         started = time.perf_counter()
 
@@ -239,6 +242,7 @@ def main(args: Args):
             if not args.humanline or args.k == 0:
                 sync_reference(reference, policy)
             new_groups, round_metrics = sample_round(args, sampler, grader, policy, problems, step)
+            checkpoint.end_after_signal(*state)
             progress.pool += new_groups
             metrics |= round_metrics
         batch = progress.pool[: args.prompts_per_step]
@@ -287,12 +291,12 @@ def main(args: Args):
         if args.humanline and args.k > 0 and step % args.k == 0:
             sync_reference(reference, policy)  # humanline syncing (§5.1, Figure 3)
 
-        # The update. The learning rate rises linearly (warmup: Table 2) and then stays constant.
+        # The update. The learning rate rises linearly (warmup: Tables 1 and 2) and then stays constant.
         lr = args.lr * min(1.0, (step + 1) / warmup_steps)
         for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
             param_group["lr"] = lr
         optimizer.step()
-        optimizer.zero_grad()
+        policy.zero_grad()  # also of weights that an optimizer does not have
 
         dist.all_reduce(total_loss)
         grad_norm = grad_norm.full_tensor()  # global norm before clipping
@@ -301,9 +305,9 @@ def main(args: Args):
         utils.check_finite(metrics)
         log.write(metrics)
         progress.step = step + 1
-        checkpoint.end_step(args, output_dir, policy, reference, optimizer, progress, signals)
+        checkpoint.end_step(*state)
 
-    signals.release()
+    signals.deadline = 0  # everything is saved, so a signal ends the run at once
     after = evaluate(args, policy, reference, initial_weights, sampler, grader, held_out)
     run.export(output_dir / "final", policy, tokenizer, eos_ids)
     log.report(progress.step, after)
@@ -375,15 +379,15 @@ def load_models(args, device):
     policy = load("auto").to(torch.float32)
     # The reference is loaded in its storage dtype. A cast to bf16 would round its buffers, too.
     reference = load(run.storage_dtype(args)).requires_grad_(False)
-    # Buffers (RoPE's frequencies, Gemma's embed_scale) must be equal, otherwise log-ratios would not be 0 at
-    # step 0.
+    # Buffers (RoPE's frequencies, Gemma's embed_scale) must be equal in value and dtype, otherwise log-ratios
+    # would not be 0 at step 0.
     for name, buffer in policy.named_buffers():
-        buffer.copy_(reference.get_buffer(name))
+        buffer.data = reference.get_buffer(name).clone()
     for model in (policy, reference):
         # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
         # log-probs would be wrong without any error. So a short trial sets the fastest attention whose packed
         # log-probs equal those of a plain forward pass.
-        attention = utils.choose_attention(model, run.longest_sequence(args))
+        attention = utils.choose_attention(model, run.longest_sequence(args), getattr(torch, args.dtype))
         for block in run.decoder_blocks(model):
             if args.compile:
                 block.forward = torch.compile(block.forward, dynamic=True)
@@ -416,7 +420,8 @@ def shard_model(args, model, device):
     # Gradients are summed over ranks in fp32 or wider, because bf16 sums over many ranks lose small terms.
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype)
-    for module in [*units, model]:  # children before parents, as FSDP2 requires
+    # Children before parents, as FSDP2 requires. In a few models, such as Mamba, a unit contains others.
+    for module in [*reversed(units), model]:
         # By default FSDP2 leaves the root gathered after forward, for use in backward. The reference never
         # runs backward, so its next forward would still use the weights from before a sync.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)

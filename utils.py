@@ -112,11 +112,9 @@ def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int):
             heapq.heapreplace(heap, (tokens, smallest))
         return micro_batches
 
-    micro_batches = None
-    count = 0
-    while micro_batches is None:  # with one micro-batch for each sequence it is enough
+    count = ranks
+    while (micro_batches := distribute(count)) is None:  # one for each sequence is always enough
         count += ranks
-        micro_batches = distribute(count)
     return micro_batches
 
 
@@ -409,7 +407,7 @@ def loop_attention(
 ATTENTION = {"varlen": varlen_attention, "loop": loop_attention}
 
 
-def attention_candidates(model, longest: int, logits) -> list[str]:
+def attention_candidates(model, longest: int, dtype) -> list[str]:
     """Returns the attention implementations to try, fastest first. The model's own comes last.
 
     The packed implementations replace only sdpa, and only in models that pass further inputs on to the
@@ -424,13 +422,13 @@ def attention_candidates(model, longest: int, logits) -> list[str]:
     may_carry_state = other_layers or model._is_stateful
     if own != "sdpa" or not model._supports_attention_backend or longest > window or may_carry_state:
         return [own]
-    if logits.is_cuda and logits.dtype == torch.bfloat16:
+    if model.device.type == "cuda" and dtype == torch.bfloat16:
         return ["varlen", "loop", own]
     return ["loop", own]
 
 
 @torch.no_grad()
-def choose_attention(model, longest: int) -> str:
+def choose_attention(model, longest: int, dtype) -> str:
     """Sets the fastest attention with which `token_logps` agree with the model's own forward pass.
 
     The trial scores two equal sequences of 16 tokens. In both, the first 8 tokens must get the log-probs that
@@ -438,7 +436,9 @@ def choose_attention(model, longest: int) -> str:
     other (the second would see the first), if a token attends to later ones, or if the model does more with
     its head's output than `HeadLogps` (a factor of the logits: Cohere, Granite).
 
-    longest: the maximum length of a sequence that is scored, samples included, in tokens.
+    Args:
+        longest: the maximum length of a sequence that is scored, samples included, in tokens.
+        dtype: in which the model computes. Some models return fp32 logits all the same.
 
     Returns:
         The name of the attention.
@@ -453,12 +453,12 @@ def choose_attention(model, longest: int) -> str:
     # The largest mean difference, in nats. Two correct forward passes differ as well, in fp32 by up to 2e-4
     # (SmolLM2, whose activations are large), and in bf16 by more. If the second sequence attends to the
     # first, its log-probs are 0.34 to 2.3 nats off on the policies of the toys.
-    limit = {torch.bfloat16: 0.3, torch.float32: 1e-3}.get(logits.dtype, 1e-4)
+    limit = {torch.bfloat16: 0.3, torch.float32: 1e-3}.get(dtype, 1e-4)
     input_ids = tokens.expand(2, 16)
     mask = torch.ones(2, 16, device=model.device)
     mask[:, 0] = 0
     found = {}
-    for name in attention_candidates(model, longest, logits):
+    for name in attention_candidates(model, longest, dtype):
         model.set_attn_implementation(name)
         try:
             logps = token_logps(model, input_ids, mask)

@@ -44,25 +44,39 @@ def find_checkpoints(folder: Path) -> list[Path]:
 
 
 def end_step(args, folder: Path, policy, reference, optimizer, progress: Progress, signals):
-    """Saves a checkpoint if one is due. After SIGINT or SIGTERM on any rank, saves one and ends all ranks.
+    """Saves a checkpoint if one is due, and ends the run after a signal.
 
     One is due every --checkpoint-every steps, and after the last step, from which a run can also continue
     with a larger --num-steps.
     """
-    signal_number = max(run.gather(signals.received))  # all ranks must stop after the same step
     every = args.checkpoint_every
-    is_last = progress.step == args.num_steps
-    if signal_number or is_last or (every and progress.step % every == 0):
+    if progress.step == args.num_steps or (every and progress.step % every == 0):
         save_checkpoint(args, folder, policy, reference, optimizer, progress)
+    elif progress.step == 1:
+        # What a checkpoint cannot hold, such as a weight outside of the policy, raises an exception now.
+        training_state(policy, reference, optimizer, progress)
+    end_after_signal(args, folder, policy, reference, optimizer, progress, signals)
+
+
+def end_after_signal(args, folder: Path, policy, reference, optimizer, progress: Progress, signals):
+    """Ends all ranks if one of them has received a signal, with a checkpoint of the completed steps.
+
+    It is called before the samples of a round or an evaluation are used, because the signal may also have
+    ended programs of a reward function. A resumed run samples them again.
+    """
+    signal_number = max(run.gather(signals.received))  # all ranks must stop after the same step
     if signal_number:
+        save_checkpoint(args, folder, policy, reference, optimizer, progress)
         run.print_main(f"\nstopped after {progress.step} steps; to resume, pass --resume {folder}")
         # With the status that a shell expects. Not sys.exit, which would wait for grpo_math's grader.
         os._exit(128 + signal_number)
 
 
 def save_checkpoint(args, folder: Path, policy, reference, optimizer, progress: Progress):
-    """Writes a checkpoint, then removes all but the newest --keep-checkpoints."""
+    """Writes a checkpoint if the step has none, then removes all but the newest --keep-checkpoints."""
     checkpoint = folder / "checkpoints" / f"step-{progress.step:06}"  # in the order of names
+    if run.broadcast(checkpoint.exists()):
+        return
     # The folder gets its name only when it is complete, so a run that is killed here leaves no partial
     # checkpoint, and still has the one before.
     unfinished = checkpoint.with_name("unfinished")

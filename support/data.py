@@ -10,7 +10,6 @@ A group is the tuple of a row's Examples: one for each completion, or one with t
 import gzip
 import json
 from array import array
-from collections import Counter
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -45,7 +44,12 @@ def read_rows(name: str, split: str):
     if name.endswith((".jsonl", ".jsonl.gz")):
         open_file = gzip.open if name.endswith(".gz") else open
         with open_file(name, "rt", encoding="utf-8-sig") as file:
-            yield from (json.loads(line) for line in file if line.strip())
+            for number, line in enumerate(file, 1):
+                try:
+                    if line.strip():
+                        yield json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise InputError(f"{name}, line {number}: {error}") from None
     elif name.endswith(".parquet"):
         for batch in pyarrow.parquet.ParquetFile(name).iter_batches(CHUNK):
             yield from batch.to_pylist()
@@ -56,6 +60,7 @@ def read_rows(name: str, split: str):
         yield from datasets.load_dataset(path, config or None, split=split)
 
 
+@run.file_errors()
 def load_groups(args, tokenizer, eos_ids: set[int], name: str, split: str, encode_row) -> list[tuple]:
     """Reads and tokenizes a data set, and prints a summary. The ranks share the work, and all get all groups.
 
@@ -65,7 +70,7 @@ def load_groups(args, tokenizer, eos_ids: set[int], name: str, split: str, encod
         The groups in the order of the rows.
     """
     groups = []
-    skipped = Counter()  # {reason: number of rows}
+    skipped = {}  # {reason: row numbers}
     rank, world = dist.get_rank(), dist.get_world_size()
     rows = enumerate(read_rows(name, split), 1)
     rows = tqdm(rows, f"reading {name}", leave=False, unit=" rows", delay=2, disable=not run.is_main())
@@ -83,16 +88,17 @@ def load_groups(args, tokenizer, eos_ids: set[int], name: str, split: str, encod
         in_order = sorted(sum(run.gather(results), []))
         if not in_order:  # no row is left
             break
-        for _, result in in_order:
+        for number, result in in_order:
             if isinstance(result, str):
-                skipped[result] += 1
+                skipped.setdefault(result, []).append(number)
             else:
                 groups.append(result)
     # Truncated completions have no EOS token.
     completions = [example.completion_ids for group in groups for example in group if example.completion_ids]
     truncated = sum(ids[-1] not in eos_ids for ids in completions)
-    summary = f"{name}: {len(groups)} of {len(groups) + skipped.total()} rows"
-    summary += "".join(f"; {count} skipped: {reason}" for reason, count in skipped.items())
+    summary = f"{name}: {len(groups)} of {len(groups) + sum(map(len, skipped.values()))} rows"
+    for reason, numbers in skipped.items():
+        summary += f"; {len(numbers)} skipped, the first is row {numbers[0]}: {reason}"
     summary += f"; {truncated} of {len(completions)} completions truncated by --max-length"
     if not groups:
         raise InputError(summary)
@@ -119,8 +125,9 @@ def read_prompt(row) -> str | list:
     """Returns the prompt of a row. Raises InputError if it has none, or a part of it in another column."""
     if row.get("prompt") is None:
         raise InputError(f"no prompt in the columns {', '.join(row)}")
-    if row.get("system") or row.get("input"):  # as in Alpaca's format
-        raise InputError("the columns 'system' and 'input' would be ignored: make them part of the prompt")
+    for column in ("system", "input", "history", "tools"):  # of other formats, such as Alpaca's
+        if row.get(column):
+            raise InputError(f"the column {column!r} would be ignored: make it part of the prompt")
     return row["prompt"]
 
 
@@ -137,6 +144,7 @@ def check_groups(name: str, groups: list[tuple], size: int, needed: int):
 # === Tokens ===
 
 
+@run.file_errors()
 def load_tokenizer(args):
     """Loads --model's tokenizer. Returns it and the set of EOS ids: the ids of all tokens that end a turn."""
     tokenizer = AutoTokenizer.from_pretrained(
@@ -159,7 +167,14 @@ def load_tokenizer(args):
         tokenizer.eos_token = args.eos_token
     if tokenizer.eos_token not in tokenizer.get_vocab():
         raise InputError(f"the tokenizer has no token {tokenizer.eos_token}: set one with --eos-token")
-    return tokenizer, {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None}
+    eos_ids = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None}
+    if tokenizer.chat_template:
+        # Base models whose template is ChatML often have another EOS token than <|im_end|>.
+        answer = render(tokenizer, as_messages("Text") + as_messages("Text", "assistant"))
+        end = answer.rpartition("Text")[2].strip()
+        if not eos_ids.issuperset(tokenizer(end, add_special_tokens=False).input_ids[:1]):
+            run.print_main(f"warning: answers end with {end!r}, which is no EOS token: pass --eos-token")
+    return tokenizer, eos_ids
 
 
 def encode(args, tokenizer, eos_ids: set[int], prompt: str | list, completions=(), row=None) -> tuple:
@@ -245,6 +260,10 @@ def as_messages(value: str | list, role: str = "user") -> list[dict]:
     """Returns the messages of a prompt or a completion. A text becomes one message of the role."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
+    if any(message.get("tool_calls") for message in value):
+        raise InputError(
+            "a message has tool_calls, which many chat templates drop: write them as its content"
+        )
     # Arrow fills absent keys with None, at which templates would fail.
     return [{key: part for key, part in message.items() if part is not None} for message in value]
 

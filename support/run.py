@@ -14,12 +14,13 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict as dcp_state
 import transformers
 import tyro
 from filelock import FileLock
+from torch.distributed.tensor import DTensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -40,16 +41,24 @@ def print_main(text: str):
 
 @contextmanager
 def exit_on_input_error():
-    """Ends the run with one line on stderr and exit status 1 after an InputError or OSError.
+    """Ends the run with one line on stderr and exit status 1 after an InputError.
 
-    An InputError is a mistake in the flags, files or rows that users make often, an OSError for example a
-    model or a file that is not there. Every other exception keeps its traceback. Notes that were added to the
-    error, such as the row, stand before its message.
+    An InputError is a mistake in the flags, files or rows that users make often. Every other exception keeps
+    its traceback. Notes that were added to the error, such as the row, stand before its message.
     """
     try:
         yield
-    except (InputError, OSError) as error:
+    except InputError as error:
         raise SystemExit(": ".join(["error", *getattr(error, "__notes__", []), str(error)])) from None
+
+
+@contextmanager
+def file_errors():
+    """Turns an OSError into an InputError, for example because a file or a model is not there."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(str(error).strip().partition("\n")[0]) from error
 
 
 # === Flags ===
@@ -59,7 +68,7 @@ def exit_on_input_error():
 FIXED_BY_RESUME = {"batch_size", "group_size", "prompts_per_step", "round_prompts", "seed", "output_dir"}
 FIXED_BY_RESUME |= {"weight_decay", "adam_eps"}
 # Flags of which 0 would be an error after minutes of loading, or a run that learns nothing
-POSITIVE = {"batch_size", "group_size", "prompts_per_step", "round_prompts", "max_grad_norm", "temperature"}
+POSITIVE = {"batch_size", "prompts_per_step", "round_prompts", "max_grad_norm", "temperature"}
 
 
 def parse_args(Args, file: str, doc: str, toy: dict, toy_online: dict, paper: dict, flags=None):
@@ -85,11 +94,18 @@ def parse_args(Args, file: str, doc: str, toy: dict, toy_online: dict, paper: di
     changed = dict(vars(args).items() - vars(default).items()).keys() & FIXED_BY_RESUME
     if given.resume and changed:
         raise InputError(f"--resume cannot change {', '.join(sorted(changed))}")
-    others = sorted(vars(args).items() - vars(Args()).items())
-    print_main(
-        "settings that differ from the defaults: " + ", ".join(f"{name} {value}" for name, value in others)
-    )
+    print_settings("settings that differ from the defaults", vars(args).items() - vars(Args()).items())
+    if given.model and not given.resume and not args.humanline:
+        with_humanline = Args(**paper.get((online, True), {}))
+        # those that no flag has changed
+        others = vars(args).items() & vars(default).items() - vars(with_humanline).items()
+        print_settings("settings that the paper has only without humanline", others)
     return args
+
+
+def print_settings(title: str, settings: set[tuple]):
+    if settings:
+        print_main(f"{title}: {', '.join(f'{name} {value}' for name, value in sorted(settings))}")
 
 
 def save_args(args, folder: Path, file: str):
@@ -117,7 +133,8 @@ def check_flags(args):
     for name, value in vars(args).items():
         # Smaller numbers mean nothing, and some would be ignored: with --k -1 no sync would ever be due.
         too_small = isinstance(value, int | float) and (value < 0 or (value == 0 and name in POSITIVE))
-        if too_small and name != "log_epsilon_P":
+        no_group = name == "group_size" and value < 2  # a single sample has no advantage
+        if (too_small and name != "log_epsilon_P") or no_group:
             raise InputError(f"--{name.replace('_', '-')} {value}: it must be larger")
     if not args.log_epsilon_P < 0 < args.log_epsilon_R:
         raise InputError("--log-epsilon-P must be negative and --log-epsilon-R positive")
@@ -172,10 +189,16 @@ def setup(args):
         dist.init_process_group(backend)
     else:  # not started by torchrun: a process group of one rank needs no address
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    set_seed(args.seed)  # for weights that an edited script initializes
     transformers.utils.logging.disable_progress_bar()
     if args.dtype == "auto":
         args.dtype = "bfloat16" if device.type == "cuda" else "float32"
     return dist.get_rank(), dist.get_world_size(), device
+
+
+def set_seed(*numbers: int):
+    """Seeds the random numbers of Python, NumPy and torch from several numbers, such as a seed and a step."""
+    transformers.set_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
 
 def gather(value) -> list:
@@ -198,7 +221,7 @@ def share(items: list, part: int, parts: int) -> list:
 
 
 class Signals:
-    """Records SIGINT and SIGTERM, so that a run can end after the current step (`checkpoint.end_step`).
+    """Records SIGINT, SIGTERM and SIGHUP, so that a run can save a checkpoint and end (checkpoint.py).
 
     A signal that comes two seconds later, or more, ends the process at once. An earlier one is the same
     again: a terminal or a scheduler sends one to every process, and torchrun sends another to its ranks.
@@ -209,28 +232,27 @@ class Signals:
 
     def __init__(self):
         self.received = 0  # the number of the signal that this rank has received
-        self.time = math.inf  # of the first one, in seconds
+        self.deadline = math.inf  # from this time on, in seconds, a signal ends the process at once
         self.handle(self.record)
         # A reward function may start processes, which a signal must end as usual.
-        os.register_at_fork(after_in_child=self.release)
+        os.register_at_fork(after_in_child=lambda: self.handle(signal.SIG_DFL))
 
     def handle(self, handler):
-        signal.signal(signal.SIGINT, handler)
-        signal.signal(signal.SIGTERM, handler)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+                signal.signal(number, handler)
 
     def record(self, number: int, frame):
-        if time.monotonic() > self.time + 2:
-            self.release()
-            signal.raise_signal(number)
-        elif not self.received:
+        if time.monotonic() > self.deadline:
+            os._exit(128 + number)  # the status that a shell expects
+        if not self.received:
             self.received = number
-            self.time = time.monotonic()
+            self.deadline = time.monotonic() + 2
+            if number == signal.SIGHUP:  # the terminal is gone, so writing to it would raise an exception
+                for output in (1, 2):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
             if is_main():  # not by print, which must not be called while another print is running
-                os.write(2, b"\nstopping after this step, with a checkpoint (again: at once, without)\n")
-
-    def release(self):
-        """From here on, signals end the process at once."""
-        self.handle(signal.SIG_DFL)
+                os.write(2, b"\nstopping after this step or evaluation, with a checkpoint (again: at once)\n")
 
 
 # === Models ===
@@ -247,6 +269,7 @@ def storage_dtype(args) -> torch.dtype:
     return torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
 
 
+@file_errors()
 def load_pretrained(args, auto_class, name: str, dtype):
     """Loads a model from safetensors files.
 
@@ -273,9 +296,27 @@ def load_pretrained(args, auto_class, name: str, dtype):
     missing = info["missing_keys"] & dict(model.named_parameters()).keys()  # missing buffers are computed
     if missing or hasattr(model, "peft_config"):
         raise InputError(f"{name} is an adapter (merge it into its model), or lacks weights: {missing}")
+    own, lost = type(model).__name__, sorted(info["unexpected_keys"])
+    # Only the policy is loaded in the dtype of the files. Text models of a model that also reads images
+    # (Qwen3.5) lose its other parts without a word from transformers.
+    if dtype == "auto" and (lost or own not in (config.architectures or [own])):
+        print_main(
+            f"only a {own} is trained and written, of the {config.architectures} in {name}: not {lost}"
+        )
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # sdpa would ignore the softcap (Gemma 2, as in the paper)
+    model.file_dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}  # for `export`
     return model
+
+
+def full_weights(model):
+    """Yields (name, full tensor) of the weights and buffers that a model's files hold, one at a time.
+
+    All ranks must consume it to its end together, because each weight is gathered from their shards.
+    """
+    for name, weight in model.state_dict().items():
+        if name not in model.all_tied_weights_keys:  # the files have a tied head only as the embedding
+            yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def decoder_blocks(model) -> list:
@@ -306,6 +347,7 @@ def write_file(path: Path, text: str):
     unfinished.replace(path)
 
 
+@file_errors()
 def open_folder(args, file: str) -> Path:
     """Creates or opens the run's folder and locks it until this process ends."""
     default = f"runs/{Path(file).stem}__{args.seed}__{time.time_ns() // 10**6}"
@@ -322,17 +364,16 @@ def open_folder(args, file: str) -> Path:
 
 
 def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
-    """Writes the policy as a Hugging Face folder, in the dtype of --model's files.
+    """Writes the policy as a Hugging Face folder, each tensor in the dtype in which it was loaded.
 
     The policy is cast, and cannot be trained afterwards.
     """
-    policy.to(policy.config.dtype)  # also because save_pretrained writes the model's dtype into config.json
-    # Gathers the shards, on rank 0 alone.
-    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp_state.get_model_state_dict(policy, options=options)
+    weights = {}
+    for name, weight in full_weights(policy):
+        if is_main():
+            weights[name] = weight.to("cpu", policy.file_dtypes[name])
+    policy.to(policy.config.dtype)  # save_pretrained writes the model's dtype into config.json
     if is_main():
-        for name in policy.all_tied_weights_keys:  # the files have a tied head only as the embedding
-            weights.pop(name, None)
         # The model's own sampling settings are not those of this training, and transformers refuses to save
         # some of them (a temperature without do_sample).
         policy.generation_config = transformers.GenerationConfig(
@@ -372,11 +413,14 @@ def perf_metrics(started: float, tokens: int) -> dict[str, float]:
 
 
 def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple], groups_per_step: int):
-    """Prints the model, the data, and the first example as the policy reads it."""
+    """Prints the model, the number of syncs, the data, and the first example as the policy reads it."""
     first = groups[0][0]
     epochs = args.num_steps * groups_per_step / len(groups)  # online more, because some prompts give no group
+    # The sync at step 0 copies equal weights, and no step follows a sync of the last step.
+    syncs = len(range(args.k, args.num_steps - 1, args.k)) if args.humanline and args.k else 0
     print_main(
         f"model: {args.model}, {policy.num_parameters():,} parameters, {args.dtype}\n"
+        f"humanline: {args.humanline}, k {args.k}: {syncs} syncs change the reference\n"
         f"data: {len(groups):,} rows; {args.num_steps} steps of {groups_per_step}: {epochs:.1f} epochs\n"
         f"files: {folder}\n"
         f"the first prompt:\n{tokenizer.decode(first.prompt_ids)}"
@@ -412,7 +456,11 @@ class Log:
             if args.track:
                 import wandb  # an extra package
 
-                wandb.init(project="humanline", name=folder.name, config=vars(args), sync_tensorboard=True)
+                id_file = folder / "wandb_id"  # a resumed run continues its W&B run
+                if not id_file.exists():
+                    write_file(id_file, wandb.util.generate_id())
+                options = {"id": id_file.read_text(), "resume": "allow", "sync_tensorboard": True}
+                wandb.init(project="humanline", name=folder.name, config=vars(args), **options)
             self.writer = SummaryWriter(folder, purge_step=start)
             for name in ("metrics.jsonl", "samples.jsonl"):
                 keep_steps_before(start, folder / name)

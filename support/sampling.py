@@ -13,7 +13,6 @@ from importlib.util import find_spec
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
@@ -72,14 +71,7 @@ class Sampler:
         started = time.perf_counter()
         if self.engine is None:
             self.engine = self.engine_class(self.args, self.eos_ids, self.device)
-        weights = policy.state_dict()  # with the buffers that the model's files have, such as a router's bias
-        for name in policy.all_tied_weights_keys:
-            weights.pop(name, None)
-        # An iterator, so that only one weight at a time is gathered from the shards. Buffers have no shards.
-        self.engine.update(
-            (name, weight.full_tensor() if isinstance(weight, DTensor) else weight)
-            for name, weight in weights.items()
-        )
+        self.engine.update(run.full_weights(policy))
         repeated = [prompt for prompt in prompts for _ in range(count)]
         outputs = generate_on_all_ranks(self.engine, [prompt.prompt_ids for prompt in repeated], seed)
         samples = []
@@ -341,6 +333,7 @@ class VllmEngine:
 REWARD_TOKENS = 16384  # maximum tokens of a batch, padding included, unless one sample is longer
 
 
+@run.file_errors()
 def load_reward_model(args):
     """Loads --reward-model, a classifier with one output, on the CPU. Returns it and its tokenizer."""
     name = args.reward_model
@@ -364,11 +357,8 @@ def function_rewards(function, samples: list[Example]) -> torch.Tensor:
     """Scores samples with a Python function, on rank 0 because two calls may differ (of a server)."""
     rewards = None
     if run.is_main():
-        try:
-            # a tuple, so that the function cannot change the order of the samples
-            rewards = as_rewards(function(tuple(samples)), len(samples))
-        except OSError as error:  # of a judge by an API; it would end the run with one line
-            raise RuntimeError("SCORE has failed") from error
+        # a tuple, so that the function cannot change the order of the samples
+        rewards = as_rewards(function(tuple(samples)), len(samples))
     return run.broadcast(rewards)
 
 

@@ -221,7 +221,7 @@ def test_of_scored_groups_the_best_and_the_worst_or_all_are_read(load):
     rows = [SCORED | {"completions": ["a", "b", "c"], "scores": scores} for scores in ([1, 3, 2], [1] * 3)]
     groups, told = load(rows, script=grpo_humanline)
     assert [texts(group)[1:] for group in groups] == [["b</s>", "a</s>"]]
-    assert "; 1 skipped: its scores are equal" in told
+    assert "; 1 skipped, the first is row 2: its scores are equal" in told
     groups, _ = load(rows, script=grpo_humanline, group_size=3)
     assert [texts(group)[1:] for group in groups] == [["b</s>", "c</s>", "a</s>"]]
 
@@ -260,7 +260,7 @@ def test_a_problem_keeps_its_question_and_its_answer(load):
     rows = [PROBLEM | {"level": "Level 5"}, PROBLEM | {"problem": "2 " * 99}]
     groups, told = load(rows, script=grpo_math_humanline, system_prompt="", max_prompt_length=40)
     assert [(x.question, x.answer) for (x,) in groups] == [("1+1?", "2")]
-    assert "1 skipped: " in told
+    assert "1 skipped, the first is row 2: " in told
     rows = [
         {"question": "How many?", "answer": "He has 3 * 24 = <<3*24=72>>72.\n#### 72"},  # GSM8K
         {"problem": "How many?", "solution": "We get $\\boxed{72}$."},  # MATH
@@ -358,7 +358,7 @@ def test_held_out_rows_keep_their_completions_or_have_none(tmp_path, one_rank, s
             {"answer": "2"},
             "no problem (question) or answer (solution) in the columns ans",
         ),
-        (dpo_humanline, PAIR | {"system": "Be brief"}, "the columns 'system' and 'input' would be ignored"),
+        (dpo_humanline, PAIR | {"system": "Be brief"}, "the column 'system' would be ignored"),
     ],
 )
 def test_a_malformed_row_ends_the_run_with_file_and_row(load, script, row, said):
@@ -474,7 +474,7 @@ def test_lengths_leave_room_for_a_token(load):
     rows = [PAIR, PAIR | {"prompt": "Hi!"}, PAIR]
     for longest in ({"max_prompt_length": length}, {"max_length": length + 1}):
         groups, told = load(rows, **longest)
-        assert len(groups) == 2 and "2 of 3 rows; 1 skipped: prompt empty, or too" in told
+        assert len(groups) == 2 and "2 of 3 rows; 1 skipped, the first is row 2: prompt empty, or too" in told
     groups, told = load(rows, max_prompt_length=1)
     assert groups == [] and "0 of 3 rows; 3 skipped: prompt empty, or too long" in told
 
@@ -498,7 +498,7 @@ def test_every_end_of_turn_of_the_model_is_known(tmp_path):
     assert load(tmp_path / "model")[1] == {5, 6, 7}
     with pytest.raises(InputError, match="the tokenizer has no token <.absent.>: set one with --eos-token"):
         load(TOY / "policy", eos_token="<|absent|>")
-    with pytest.raises(OSError, match="/absent"):
+    with pytest.raises(InputError, match="/absent"):
         load("/absent")
 
 

@@ -1,30 +1,23 @@
 """Whole runs on several ranks: any layout gives the same numbers, and machines that differ say so."""
 
-import json
 import os
 import subprocess
 import sys
 import time
-from collections import Counter
 
 import pytest
 from helpers import (
-    ALL_SCRIPTS,
     PAIRS,
     ROOT,
-    TOY,
     agree,
     finish,
     free_port,
     metrics,
-    read_rows,
     run_main,
     run_ranks,
     start_ranks,
-    write_rows,
 )
 from helpers import run_layouts as run_all_layouts
-from pretended_gpu import run_on_gpu
 
 # === Layouts ===
 
@@ -137,47 +130,3 @@ def test_no_disk_in_common(tmp_path):
     said = refused_by_machines(tmp_path, flags, flags)
     assert said.startswith("error: --output-dir run is not on a disk that all machines see\n")
     assert len(metrics(tmp_path / "first/run")) == 1  # the first checkpoint comes after the first step
-
-
-# === CUDA ===
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", ALL_SCRIPTS)
-def test_a_run_on_a_pretended_gpu(script, tmp_path):
-    """Both ranks end without an error, and the numbers are those of the CPU in bfloat16."""
-    flags = "--num-steps 2 --k 1 --micro-batch-tokens 60 --checkpoint-every 2 --dtype auto --eval-samples 2"
-    flags = [*flags.split(), "--warmup-fraction", "0", "--max-new-tokens", "16"]
-    if script == "grpo_math_humanline":
-        flags += ["--prompts-per-step", "4", "--group-size", "4", "--sample-every", "1"]
-        rows = read_rows(ROOT / "toy" / "shell_game" / "problems_train.jsonl.gz")[:16]
-    else:
-        flags += ["--model", f"{TOY}/policy", "--reward-model", f"{TOY}/reward_model", "--engine", "hf"]
-        flags += ["--batch-size", "16", "--lr", "1e-3", "--adam-eps", "1e-2"]
-        rows = read_rows(PAIRS)[:32]
-    data = write_rows(tmp_path / "data.jsonl", rows)
-    flags += ["--dataset", data, "--eval-dataset", data]
-    processes = start_ranks(2, [[*flags, "--output-dir", f"{tmp_path}/gpu"]], run_on_gpu, script)
-    run_ranks(2, [[*flags, "--dtype", "bfloat16", "--output-dir", f"{tmp_path}/cpu"]], script=script)
-    for rank, output in enumerate(finish(processes)):
-        assert processes[rank].exitcode == 0, output[-3000:]
-        facts = Counter(json.loads(output.splitlines()[-1]))
-        assert facts["backend cpu:gloo,cuda:nccl"] == facts[f"device cuda:{rank}"] == 1
-        assert not facts["cuDNN"]
-        micro_batches = facts["d_weight"]
-        assert micro_batches > 2  # some step has several
-        # The logits are those of policy, reference and evaluation, and so is the attention of two layers.
-        assert facts["d_hidden"] == micro_batches and facts["logits"] > 2 * micro_batches
-        assert facts["attention"] > 4 * micro_batches
-        if script != "grpo_math_humanline":  # between rounds the reward model is on the CPU
-            assert facts["reward model on cpu"] > 0 and facts["reward model on cuda"] == 0
-        assert facts["gradients of a unit"] == 5 * micro_batches  # two blocks, embedding, head, root
-        assert facts["fused AdamW"] >= 2 and facts["syncs"] == 2
-        synced = [name for name in facts if name.startswith("reference")]
-        assert synced == ["reference torch.bfloat16, policy torch.float32"]
-    of_gpu, of_cpu = (metrics(tmp_path / name, without_perf=True) for name in ("gpu", "cpu"))
-    assert len(of_gpu) == 2 and (tmp_path / "gpu" / "final" / "model.safetensors").exists()
-    assert of_gpu[0]["grad_norm"] > 0
-    compared = 1 if script == "grpo_math_humanline" else 2  # after a step, its samples may differ
-    for found, expected in zip(of_gpu[:compared], of_cpu):
-        assert found == pytest.approx(expected, rel=0.02, abs=0.02)

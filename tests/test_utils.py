@@ -174,7 +174,7 @@ def test_a_sequence_whose_mask_is_all_0_has_no_effect(attention, empty):
     input_ids, mask = pad_batch(EXAMPLES, "cpu")
     mask[list(empty)] = 0
     expected = plain_logps(model, input_ids, mask)
-    choose_attention(model, 16)
+    choose_attention(model, 16, torch.float32)
     model.set_attn_implementation(attention)
     logps = token_logps(model, input_ids, mask)
     torch.testing.assert_close(logps, expected, rtol=1e-9, atol=1e-9)
@@ -245,7 +245,7 @@ def test_packed_values_and_gradients_are_those_of_each_sequence_alone(kind):
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     wanted = torch.autograd.grad((expected * weights).sum(), model.parameters(), allow_unused=True)
 
-    choose_attention(model, LONGEST)
+    choose_attention(model, LONGEST, torch.float32)
     assert model.config._attn_implementation == "loop"
     if kind in ("llama", "gpt2"):
         model.train().gradient_checkpointing_enable({"use_reentrant": False})
@@ -271,7 +271,7 @@ def test_other_models_keep_their_own_attention_and_their_numbers(what):
     own = model.config._attn_implementation
     input_ids, mask = pad_batch(EXAMPLES, "cpu")
     expected = plain_logps(model, input_ids, mask)
-    choose_attention(model, LONGEST)
+    choose_attention(model, LONGEST, torch.float32)
     assert model.config._attn_implementation == own and own not in utils.ATTENTION
     torch.testing.assert_close(token_logps(model, input_ids, mask), expected, rtol=1e-4, atol=1e-4)
 
@@ -320,7 +320,7 @@ def test_a_model_that_passes_such_an_option_is_padded(option):
         )
     input_ids, mask = pad_batch(EXAMPLES, "cpu")
     expected = plain_logps(model, input_ids, mask)
-    assert choose_attention(model, LONGEST) == "sdpa"
+    assert choose_attention(model, LONGEST, torch.float32) == "sdpa"
     torch.testing.assert_close(token_logps(model, input_ids, mask), expected, rtol=1e-9, atol=1e-9)
 
 
@@ -334,7 +334,7 @@ def distance_bias(position_embeddings):
 @pytest.mark.parametrize("attention", utils.ATTENTION)
 def test_a_packed_model_does_not_run_without_where_its_sequences_start(attention):
     model = build("llama", SIZES)
-    choose_attention(model, LONGEST)
+    choose_attention(model, LONGEST, torch.float32)
     model.set_attn_implementation(attention)
     with pytest.raises(TypeError, match="cu_seq_lens_q"):
         model(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
@@ -343,7 +343,7 @@ def test_a_packed_model_does_not_run_without_where_its_sequences_start(attention
 @pytest.mark.parametrize("shared", [{}, {"enable_gqa": True}])  # as in torch 2.11, and later
 def test_the_kernel_of_a_gpu_gets_the_sequences(shared, monkeypatch):
     model = build("llama", SIZES)
-    choose_attention(model, LONGEST)
+    choose_attention(model, LONGEST, torch.float32)
     input_ids, mask = pad_batch(EXAMPLES, "cpu")
     expected = token_logps(model, input_ids, mask)
     wanted = torch.autograd.grad(expected.sum(), model.parameters())
@@ -367,10 +367,10 @@ def test_a_kernel_that_lacks_a_head_size_is_left_for_the_next(monkeypatch):
     model = build("llama", SIZES)
     monkeypatch.setattr(utils, "attention_candidates", lambda *_: ["varlen", "loop", "sdpa"])
     monkeypatch.setitem(utils.ATTENTION, "varlen", lacks)
-    assert choose_attention(model, LONGEST) == "loop"
+    assert choose_attention(model, LONGEST, torch.float32) == "loop"
     model.set_attn_implementation("sdpa")
     monkeypatch.setitem(utils.ATTENTION, "loop", lacks)
-    assert choose_attention(model, LONGEST) == "sdpa"
+    assert choose_attention(model, LONGEST, torch.float32) == "sdpa"
 
 
 def test_an_attention_that_sees_the_other_sequence_is_left(monkeypatch):
@@ -384,7 +384,7 @@ def test_an_attention_that_sees_the_other_sequence_is_left(monkeypatch):
         model.model.embed_tokens.weight.mul_(50)  # a random model hardly looks at other tokens
         model.lm_head.weight.mul_(20)
     monkeypatch.setitem(utils.ATTENTION, "loop", whole_row)
-    assert choose_attention(model, LONGEST) == "sdpa"
+    assert choose_attention(model, LONGEST, torch.float32) == "sdpa"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -395,7 +395,7 @@ def test_a_model_that_multiplies_its_logits_is_refused(kind, factor, dtype):
     """The model would multiply the log-probs that its head returns."""
     model = build(kind, SIZES | factor, dtype)
     with pytest.raises(utils.InputError, match="--model: .* a factor"):
-        choose_attention(model, LONGEST)
+        choose_attention(model, LONGEST, torch.float32)
 
 
 # --- the head ---

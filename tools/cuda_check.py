@@ -52,7 +52,7 @@ def build(dtype: torch.dtype):
     torch.backends.cuda.enable_cudnn_sdp(False)  # as in `run.setup`
     with DEVICE:
         model = AutoModelForCausalLM.from_config(read_config(DPO, "--model", MODEL, False), dtype=dtype)
-    model.chosen = utils.choose_attention(model, LENGTH)
+    model.chosen = utils.choose_attention(model, LENGTH, dtype)
     return model
 
 
