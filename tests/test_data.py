@@ -476,7 +476,7 @@ def test_lengths_leave_room_for_a_token(load):
         groups, told = load(rows, **longest)
         assert len(groups) == 2 and "2 of 3 rows; 1 skipped, the first is row 2: prompt empty, or too" in told
     groups, told = load(rows, max_prompt_length=1)
-    assert groups == [] and "0 of 3 rows; 3 skipped: prompt empty, or too long" in told
+    assert groups == [] and "0 of 3 rows; 3 skipped, the first is row 1: prompt empty, or too long" in told
 
 
 def test_every_end_of_turn_of_the_model_is_known(tmp_path):
