@@ -12,8 +12,6 @@ Sentences and headings are free. A number that is a result is checked in one of 
    add Claim("docs/results.md", "stories.csv", function). A claim holds if its page has all of its words,
    each as often as all claims on this page ask for, beside the intervals and means of 1 and 2. "0.65" may
    be "65%", too.
-
-Other decimal numbers in lab/NAME/README.md must at least be among those of the study's metrics (MEASURED).
 """
 
 import re
@@ -38,19 +36,14 @@ MINIATURES = ("figure1", "figure5", "figure5_dpo", "figure6", "figure7", "figure
 MEASURED = ("judge", "eval/reward", "eval/accuracy", "curve", "late", "kl", "finished", "trigrams", "fluency")
 MEASURED += ("eval/accuracy@16", "eval/accuracy@32", "eval/loss", "eval/length", "eval/finished", "clipped")
 
-# The planned tests whose p-values a page has, with Holm's correction: {study: [(group, first, second)]},
-# or (group, first, second, metric); with a margin after these four, a test of equivalence.
-BOTH = ((HUMANLINE, "offline"), ("online", HUMANLINE))
+# The planned tests whose p-values a page has: {study: [(group, first, second)]}, or (group, first, second,
+# metric); with a margin after these four, a test of equivalence.
 PLANNED = {
-    "instances": [(group, HUMANLINE, "offline") for group in ("KTO", "GRPO")],
-    "stories": [(group, *pair) for group in ("GRPO", "KTO", "DPO") for pair in BOTH],
-    "hypo": [("DPO", HUMANLINE, "HyPO"), ("DPO", "HyPO", "offline")],
     "sums": [
         ("sums", "humanline", "ε 0.2"),
         ("sums", "humanline", "no clip"),
         ("sums", "online", "humanline"),
     ],
-    "gap": [("sums", "online", "ε 0.2")],
     "rate": [
         ("game, lr 3e-4", "humanline", "no clip", "curve"),
         ("game, lr 3e-4", "clipping alone, no ε", "no clip", "curve"),
@@ -115,55 +108,11 @@ def halves(study: str) -> list[tuple]:
     return found
 
 
-@cache
-def tuning(study: str, metric: str = "") -> pd.Series:
-    """Returns the mean of each setting in the tuning, by group and arm."""
-    rows = read(study, "tuning")
-    differs = r"--seed \d+|--out \S+|(?:instances|stories)/\d+|--tuning \d+"  # between runs of a setting
-    settings = rows.command.str.replace(differs, "", regex=True)
-    rows = rows.assign(setting=settings, group=rows.group.str.split().str[0])
-    return rows.groupby(["group", "arm", "setting"])[metric or compare.metric_of(study)].mean()
-
-
-@cache
-def numbers(study: str) -> np.ndarray:
-    """Returns the numbers that a page of a study may name: means, single scores, differences, p-values."""
-    found = [line[0] for line in differences(study)] + [abs(line[0]) for line in differences(study)]
-    for _, _, table in tables(study):
-        found += [*table.mean(), *table.to_numpy().ravel()]
-    if len(read(study, "tuning")):
-        metrics = [metric for metric in MEASURED if metric in read(study, "tuning")]
-        found += [value for metric in metrics for value in tuning(study, metric)]
-    found += p_values(study)
-    for group, metric in product(read(study).group.unique(), ("judge", "late", "curve", "eval/reward")):
-        found.append(before_training(study, group, metric))
-    return np.array(found)
-
-
-@cache
 def p_values(study: str) -> list[float]:
-    """Returns the p-values of the planned tests, with and without Holm's correction, or those of a figure."""
-    if study not in PLANNED:
-        return against_the_first(study) if study in MINIATURES else []
+    """Returns the p-values of the planned tests, with Holm's correction."""
     lines = [compare.difference(study, *test) for test in PLANNED[study]]
     p = [line.p if len(test) < 5 else line.p_equivalent for test, line in zip(PLANNED[study], lines)]
-    return (
-        p + compare.holm(p) + [value for line in lines for value in (line.p_signed_rank, line.p_equivalent)]
-    )
-
-
-def against_the_first(study: str) -> list[float]:
-    """Returns the p-values of a figure: each arm against the first one of its panel, also with Holm's."""
-    found = []
-    rows = read(study)
-    for metric in ("eval/reward", "judge", "eval/accuracy", "curve"):
-        p = []
-        for panel, panel_rows in rows.groupby("panel", sort=False):
-            first, *others = panel_rows.arm.unique()
-            if metric in rows and panel_rows[metric].notna().all():
-                p += [compare.difference(study, panel, arm, first, metric).p for arm in others]
-        found += p + compare.holm(p)
-    return found
+    return compare.holm(p)
 
 
 # === Differences that are not of two arms of one study ===
@@ -354,7 +303,7 @@ def seeds_without_a_clip() -> list[str]:
 
 def tests_of_rate() -> list[str]:
     """Returns Holm's p-values of the five tests."""
-    corrected = p_values("rate")[5:10]
+    corrected = p_values("rate")
     return [*powers(corrected[0]), *written(2, *corrected[1:4]), *written(3, corrected[4])]
 
 
@@ -561,7 +510,7 @@ CLAIMS = [
     Claim(RESULTS, "baselines.csv", distances_of_the_tuned_arms),
     Claim(RESULTS, "baselines.csv", papers_kto_and_dpo),
     Claim(RESULTS, "controls.csv", end_behind_no_clip),
-    Claim(RESULTS, "sums.csv", lambda: written(2, p_values("sums")[5])),
+    Claim(RESULTS, "sums.csv", lambda: written(2, p_values("sums")[2])),
     Claim(RESULTS, "sums.csv, gap.csv", cost_at_step_32),
     Claim(RESULTS, "controls.csv", lambda: recovered_accuracy()[2:]),
     Claim(FIRST, "chat.csv", chat_of_polite_pairs),
@@ -597,14 +546,6 @@ CLAIMS = [
 NUMBER = r"[−+]?\d*\.\d+"
 INTERVAL = rf"({NUMBER})\S* \[({NUMBER}), ({NUMBER})\]"  # a difference and its 95% interval
 HALF = rf"({NUMBER}) ± ({NUMBER})"  # a mean and half of its interval
-
-
-def of_page(name: str) -> tuple[str, ...]:
-    """Returns the studies whose numbers lab/NAME/README.md may name."""
-    others = {"baselines": ("stories", "stories and baselines"), "hypo": ("stories",), "gap": ("sums",)}
-    if name == "miniatures":
-        return MINIATURES
-    return (name, *others.get(name, ())) if name in STUDIES else ()
 
 
 def plain(text: str) -> str:
