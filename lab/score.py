@@ -64,8 +64,6 @@ def judge_of(model: str):
         return make.judge_shell_game
     if "bouquets" in model:
         return make.judge_bouquet
-    if "low_entropy" in model:
-        return make.LOW_ENTROPY.judge
     instance = re.search(r"instances/(\d+)/", model)
     return make.another_instance(int(instance[1]) if instance else 0).judge
 

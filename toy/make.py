@@ -1,11 +1,10 @@
-"""Makes the toy tasks: bouquets and tales (preferences), the shell game (verifiable answers), and variants.
+"""Makes the toys: bouquets and tales (preferences), the shell game (verifiable answers), stories and sums.
 
     python toy/make.py                 # rewrites toy/bouquets, toy/tales and toy/shell_game
     python toy/make.py --out /tmp/toy  # writes the same bytes to another folder
     python toy/make.py --tasks tales --seed 3 --out runs/instances/3  # another judge and other data
-    python toy/make.py --tasks low_entropy  # tales with mostly predictable words
-    python toy/make.py --tasks stories      # sentiment with a real language model (toy/stories.py)
-    python toy/make.py --tasks sums         # sums for a real chat model (toy/sums.py)
+    python toy/make.py --tasks stories  # sentiment with a real language model (toy/stories.py)
+    python toy/make.py --tasks sums     # sums for a real chat model (toy/sums.py)
 
 Each task is a folder of ordinary files: Hugging Face model folders (`policy`, `reward_model`) and gzipped
 JSON lines. Everything has a seed, and every process has one torch thread, so that a second run writes the
@@ -115,19 +114,17 @@ def sentence_values(prompt: str, completion: str, taste=TALE_TASTE) -> list[floa
     return values
 
 
-def judge_tale(
-    prompt: str, completion: str, finished: bool = True, taste=TALE_TASTE, longest=MAX_SENTENCES
-) -> float:
+def judge_tale(prompt: str, completion: str, finished: bool = True, taste=TALE_TASTE) -> float:
     """Scores a tale: the mean value of its sentences.
 
-    A broken sentence counts -1, and so does a missing full stop at the end. Each sentence beyond `longest`
-    costs 0.5, a missing end token 1, and an empty tale 1.
+    A broken sentence counts -1, and so does a missing full stop at the end. Each sentence beyond the
+    third costs 0.5, a missing end token 1, and an empty tale 1.
     """
     values = sentence_values(prompt, completion, taste)
     total = sum(-1 if value is None else value for value in values)
     if values and not completion.rstrip().endswith("."):
         total -= 1
-    rambling = 0.5 * max(0, len(values) - longest)
+    rambling = 0.5 * max(0, len(values) - MAX_SENTENCES)
     return total / max(1, len(values)) - rambling - (not finished) - (not values)
 
 
@@ -162,8 +159,6 @@ class PreferenceTask:
     max_new_tokens: int
     pretrain_steps: int
     seed: int = 0  # another seed is another instance, in which everything random is different
-    common: int = 1  # number of texts by the common writer of policy and author, for each text by their own
-    steepness: int = 1  # a writer uses the word of rank r with weight 1 / r^steepness
 
     def prompts(self) -> list[str]:
         """Returns all prompts of the task."""
@@ -188,7 +183,7 @@ def zipf_habits(task: PreferenceTask, style: int) -> Habits:
             own = style + 1000 * task.seed
             random.Random(f"{own}{kind}" if flowers else own).shuffle(ranked)
             first = 2 if flowers else 1
-            weights[slot] = [1 / (ranked.index(word) + first) ** task.steepness for word in words]
+            weights[slot] = [1 / (ranked.index(word) + first) for word in words]
         habits |= dict.fromkeys(names.split(), weights)
     return habits
 
@@ -198,14 +193,14 @@ def write_bouquet(rng: random.Random, prompt: str, habits: Habits) -> str:
     return " ".join(rng.choices(FLOWERS, habits[prompt.split()[-1]]["flower"], k=BOUQUET_SIZE))
 
 
-def write_tale(rng: random.Random, prompt: str, habits: Habits, lengths=(1, 2, 2, MAX_SENTENCES)) -> str:
-    """Writes sentences about the topic, with words drawn by habit. Their number is drawn from `lengths`."""
+def write_tale(rng: random.Random, prompt: str, habits: Habits) -> str:
+    """Writes one to three sentences about the topic, with words drawn by habit."""
     topic, sentences = prompt.split()[-1], []
     weights = habits[topic]
-    for _ in range(rng.choice(lengths)):
+    for _ in range(rng.choice((1, 2, 2, MAX_SENTENCES))):
         first, second = rng.choices(ADJECTIVES, weights["adjective"], k=2)
         verb, adverb = rng.choices(VERBS, weights["verb"])[0], rng.choices(ADVERBS, weights["adverb"])[0]
-        noun = rng.choices(NOUNS, weights["noun"])[0] if "noun" in weights else rng.choice(NOUNS)
+        noun = rng.choice(NOUNS)
         sentences.append(f"the {first} {topic} {verb} the {second} {noun} {adverb} .")
     return " ".join(sentences)
 
@@ -300,17 +295,6 @@ TALES = PreferenceTask(
     write=write_tale,
     max_new_tokens=36,
     pretrain_steps=500,
-)
-# Tales of four to six sentences, whose words are mostly the writer's first choice. Both models mostly have
-# the same writer. So the chosen completions are likely under the policy, as in the paper's better quartiles.
-LOW_ENTROPY = replace(
-    TALES,
-    slots=TALES.slots | {"noun": NOUNS},
-    judge=partial(judge_tale, longest=6),
-    write=partial(write_tale, lengths=(4, 5, 5, 6)),
-    max_new_tokens=72,
-    common=9,
-    steepness=3,
 )
 
 
@@ -451,7 +435,7 @@ def make_preference_task(task: PreferenceTask, folder: Path):
     rng = random.Random(10 + 1000 * task.seed)
 
     def train(model: int):
-        habits = [zipf_habits(task, 100)] * task.common + [zipf_habits(task, 101 + model)]
+        habits = [zipf_habits(task, 100), zipf_habits(task, 101 + model)]
         seed = model + 1000 * task.seed
 
         def draw(rng: random.Random, step: int) -> tuple[str, str]:
@@ -506,7 +490,7 @@ def make(name: str, out: Path, seed: int):
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # because sums in another order would change the files
-    tasks = {"bouquets": BOUQUETS, "tales": another_instance(seed), "low_entropy": LOW_ENTROPY}
+    tasks = {"bouquets": BOUQUETS, "tales": another_instance(seed)}
     if name == "stories":
         from toy.stories import make_stories  # imported here, because only stories need vaderSentiment
 
@@ -529,7 +513,7 @@ def main(
 
     Args:
         out: folder of the tasks.
-        tasks: bouquets, tales, shell_game, low_entropy, stories, sums.
+        tasks: bouquets, tales, shell_game, stories, sums.
         seed: another instance of tales, stories or the shell game than the committed one (0), in another
             --out.
     """

@@ -286,6 +286,6 @@ def make_stories(folder: Path, seed: int):
     reward_model = AutoModelForSequenceClassification.from_pretrained(folder / "policy", num_labels=1)
     train_reward_model(reward_model, tokenizer, rng, pairs["train"])
     save(folder / "reward_model", reward_model.half(), tokenizer)  # half the size
-    for split in SPLITS:
+    for split in ("train", "test"):  # nothing reads "tune", but without its draws "test" would be another one
         write_rows(folder / f"preferences_{split}.jsonl.gz", pairs[split])
         write_rows(folder / f"prompts_{split}.jsonl.gz", [{"prompt": prompt} for prompt in prompts_of[split]])
