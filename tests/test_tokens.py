@@ -3,13 +3,12 @@
 apt-get install chromium
 """
 
-import importlib
 import json
 import os
 import re
 import shutil
 import subprocess
-from dataclasses import replace
+from statistics import fmean
 
 import pytest
 import torch
@@ -17,18 +16,18 @@ from helpers import ROOT, metrics, read_rows, run_ranks, write_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import grpo_math_humanline as script
+import utils
 from support.run import load_args
 from tools import tokens
 
 TALES = ["--model", "toy/tales/policy", "--reward-model", "toy/tales/reward_model", "--dtype", "float64"]
-TALES += "--batch-size 8 --round-prompts 12 --samples-per-prompt 4 --max-new-tokens 24".split()
+TALES += "--batch-size 8 --round-prompts 12 --samples-per-prompt 4 --max-new-tokens 24 --k 4".split()
 MATH = "--prompts-per-step 2 --group-size 4 --sample-every 4 --k 2 --max-new-tokens 16".split()
-RUNS = {  # {name: (script, flags, steps of the page: those that begin no round)}
-    "dpo": ("dpo_humanline", [*TALES, "--k", "4"], [2, 4, 6, 7]),
-    "dpo online": ("dpo_humanline", [*TALES, "--online", "--k", "0"], [2, 6]),
-    "kto": ("kto_humanline", [*TALES, "--k", "4", "--max-grad-norm", "1e9"], [2, 4, 6, 7]),
-    "grpo plain": ("grpo_humanline", [*TALES, "--no-humanline", "--log-epsilon-P", "-0.5"], [2, 4, 6, 7]),
-    "math": ("grpo_math_humanline", MATH, [2, 6]),
+RUNS = {  # {script: flags, steps of the page: those that begin no round}
+    "dpo": ([*TALES, "--online"], [2, 6]),
+    "kto": (TALES, [2, 4, 6, 7]),
+    "grpo_math": (MATH, [2, 6]),
 }
 FLAGS = "--num-steps 7 --checkpoint-every 2 --keep-checkpoints 100 --eval-samples 0 --engine hf --lr 1e-2"
 FLAGS = [*FLAGS.split(), "--warmup-fraction", "0", "--eval-dataset", ""]
@@ -43,97 +42,68 @@ def browse(page, fragment: str = "") -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
-def numbers(dom: str) -> dict[str, str]:
-    """Returns the numbers of the batch that a document shows."""
-    return dict(re.findall(r'data-name="([^"]+)">([^<]+)<', dom))
-
-
-def replay(script, args, step: dict) -> tuple[dict, list[float]]:
-    """Computes the metrics of a step of the page, and the push on each token, with autograd."""
-    rows = [row for group in step["groups"] for row in group["rows"]]
-    if hasattr(script, "dpo_loss"):  # the chosen completions first
-        rows = rows[::2] + rows[1::2]
-    x, mask = padded([row["x"] for row in rows])
-    clipped = script.clip_log_ratio(args, x.requires_grad_())
-    A = torch.tensor([row["A"] for row in rows], dtype=torch.float64)
-    found = {name: mean(values, mask) for name, values in script.clipping_metrics(args, x).items()}
-    if hasattr(script, "dpo_loss"):
-        chosen, rejected = script.implicit_rewards(clipped, mask, args.beta)
-        losses = script.dpo_loss(clipped, mask, args.beta)
-        found |= {"loss": losses.mean(), "rewards/margins": (chosen - rejected).mean()}
-    elif hasattr(script, "kto_loss"):
-        others, others_mask = padded(step["mismatched"])
-        z_0 = (script.clip_log_ratio(args, others) * others_mask).sum(-1).mean().clamp(min=0)
-        margins = script.kto_margins(clipped, mask, A > 0, z_0, args.beta)
-        losses = script.kto_loss(margins, A > 0, args.lambda_D, args.lambda_U)
-        found |= {"loss": losses.mean(), "kto/z_0": z_0}
-    else:
-        own = script.grpo_metrics(clipped, x, A, args.epsilon)["grpo/clip_fraction"]
-        found["loss"] = mean(script.grpo_loss(clipped, x, A, args.beta, args.epsilon), mask)
-        found["grpo/clip_fraction"] = mean(own, mask)
-        losses = script.grpo_loss(
-            clipped, x, A, 0.0, args.epsilon
-        )  # the page's push is without the KL penalty
-    (gradient,) = torch.autograd.grad(losses.sum(), x)
-    pushes = {id(row): -gradient[i][mask[i].bool()] for i, row in enumerate(rows)}
-    shown = [row for group in step["groups"] for row in group["rows"] if "texts" in row]
-    return found, torch.cat([pushes[id(row)] for row in shown]).tolist()
-
-
-def padded(rows: list[list[float]]):
-    """Returns rows of numbers as a tensor, and its mask."""
-    sequences = [torch.tensor(row, dtype=torch.float64) for row in rows]
-    pad = torch.nn.utils.rnn.pad_sequence
-    return pad(sequences, True), pad([torch.ones_like(sequence) for sequence in sequences], True)
-
-
-def mean(values, mask):
-    return (values * mask).sum() / mask.sum()
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Runs all scripts for seven steps, with a checkpoint every two."""
+def pages(tmp_path_factory):
+    """Runs three scripts for seven steps, with a checkpoint every two. Returns {script: its page}."""
     folder = tmp_path_factory.mktemp("tokens")
     rows = read_rows(ROOT / "toy" / "tales" / "preferences_test.jsonl.gz")[:48]
     pairs = write_rows(folder / "pairs.jsonl", rows)
     problems = write_rows(
         folder / "problems.jsonl", read_rows(ROOT / "toy/shell_game/problems_test.jsonl.gz")[:16]
     )
-    for name, (script, flags, _) in RUNS.items():
-        dataset = problems if script.startswith("grpo_math") else pairs
-        run_ranks(
-            1, [[*flags, *FLAGS, "--dataset", dataset, "--output-dir", f"{folder}/{name}"]], script=script
-        )
-    return folder
+    for name, (flags, _) in RUNS.items():
+        flags = [*flags, *FLAGS, "--dataset", problems if name == "grpo_math" else pairs]
+        run_ranks(1, [[*flags, "--output-dir", f"{folder}/{name}"]], script=f"{name}_humanline")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        for name in RUNS:
+            tokens.main(folder / name)
+    return {name: folder / name / "tokens.html" for name in RUNS}
+
+
+def steps_of(page) -> dict[int, dict]:
+    """Returns {step: its data} of a page."""
+    data = json.loads(re.search('id="data">(.*?)</script>', page.read_text(), re.DOTALL)[1])
+    return {step["step"]: step for step in data["steps"]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_the_sliders_change_the_numbers_to_what_the_script_computes(folder, name, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    module, _, expected_steps = RUNS[name]
-    tokens.main(folder / name)
-    page = folder / name / "tokens.html"
-    data = json.loads(re.search('id="data">(.*?)</script>', page.read_text(), re.DOTALL)[1])
-    assert [step["step"] for step in data["steps"]] == expected_steps
-    script = importlib.import_module(module)
-    args = load_args(script.Args, str(folder / name), script.__file__)
-    (last,) = [step for step in data["steps"] if step["step"] == 6]
-    line = metrics(folder / name)[6]
-    for key, value in replay(script, args, last)[0].items():
-        assert value.item() == pytest.approx(line[key], rel=1e-4, abs=1e-6), key
+def test_a_page_has_the_log_ratios_of_the_steps(name, pages):
+    steps = steps_of(pages[name])
+    assert list(steps) == RUNS[name][1]
+    for line in metrics(pages[name].parent):
+        if step := steps.get(line["step"]):
+            found = [abs(x) for group in step["groups"] for row in group["rows"] for x in row["x"]]
+            expected = line["humanline/log_ratio_abs_mean"]
+            assert fmean(found) == pytest.approx(expected, rel=1e-4) and expected > 1e-3
+
+
+@pytest.mark.slow
+def test_the_sliders_change_the_numbers_to_what_the_script_computes(pages):
+    """In one script; the push on a token is computed with autograd."""
+    page = pages["grpo_math"]
+    args = load_args(script.Args, str(page.parent), script.__file__)
+    step = steps_of(page)[6]
+    rows = [row for group in step["groups"] for row in group["rows"]]
+    pad = torch.nn.utils.rnn.pad_sequence
+    sequences = [torch.tensor(row["x"], dtype=torch.float64) for row in rows]
+    x = pad(sequences, True).requires_grad_()
+    mask = pad([torch.ones_like(sequence) for sequence in sequences], True)
+    A = torch.tensor([row["A"] for row in rows], dtype=torch.float64)
     for bound in (0.3, 1.5):
         dom = browse(page, f"step=6&bound={bound}")
-        shown = numbers(dom)
-        args = replace(args, humanline=True, log_epsilon_P=-bound, log_epsilon_R=bound)
-        if name == "grpo plain":  # asymmetric bounds keep their quotient
-            args = replace(args, log_epsilon_P=-bound / 3)
-        found, pushes = replay(script, args, last)
-        assert shown == {key: f"{value:.4f}" for key, value in found.items()}
+        clipped = x.clamp(-bound, bound)
+        found = utils.clipping_metrics(x, -bound, bound)
+        found["grpo/clip_fraction"] = script.grpo_metrics(clipped, x, A, args.epsilon)["grpo/clip_fraction"]
+        found["loss"] = script.grpo_loss(clipped, x, A, args.beta, args.epsilon)
+        wanted = {name: f"{(values * mask).sum() / mask.sum():.4f}" for name, values in found.items()}
+        assert dict(re.findall(r'data-name="([^"]+)">([^<]+)<', dom)) == wanted
+        without_kl = script.grpo_loss(clipped, x, A, 0.0, args.epsilon)
+        (gradient,) = torch.autograd.grad((without_kl * mask).sum(), x)
         titles = re.findall(r"push (-?[0-9.]+)", dom[: dom.index("<script")])
-        assert [float(push) for push in titles] == pytest.approx(pushes, abs=6e-5)
-        assert float(shown["humanline/clipped_low"]) + float(shown["humanline/clipped_high"]) > 0 or bound > 1
+        assert [float(push) for push in titles] == pytest.approx(-gradient[mask.bool()], abs=6e-5)
+        assert 0 < (gradient[mask.bool()] == 0).double().mean() < 1
 
 
 HARD = (
@@ -176,13 +146,3 @@ def test_words_get_the_spaces_between_them():
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "toy" / "tales" / "policy")
     ids = tokenizer("the small queen . <|end|>").input_ids
     assert tokens.spell(tokenizer, ids) == ["the", " small", " queen", " .", " <|end|>"]
-
-
-@pytest.mark.slow
-def test_a_run_without_checkpoints_ends_in_one_line(folder):
-    shutil.rmtree(folder / "dpo" / "checkpoints")
-    args = folder / "dpo" / "args.json"  # as of a run of paper/variants.py
-    args.write_text(args.read_text().replace('"dpo_humanline"', '"sampling-dpo_humanline"'))
-    command = ["python", "tools/tokens.py", "--run", str(folder / "dpo")]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 1 and "train with --checkpoint-every N" in ended.stderr.splitlines()[-1]
