@@ -1,6 +1,5 @@
 """Tests tools/: estimates of memory, timed steps, faults that the check of a GPU finds, and curves."""
 
-import ctypes
 import json
 import re
 import shutil
@@ -10,8 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import PAIRS, ROOT, TOY, metrics, run_main, run_ranks, write_rows
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from helpers import PAIRS, ROOT, metrics, run_ranks
+from transformers import AutoModelForCausalLM
 
 import utils
 from support import run
@@ -40,17 +39,6 @@ def sizes(config) -> list:
         return [parameter.shape for parameter in AutoModelForCausalLM.from_config(config).parameters()]
 
 
-@pytest.mark.parametrize(("ranks", "dtype", "size"), [(1, "float32", 4), (8, "bfloat16", 2)])
-def test_state_is_hand_arithmetic(ranks, dtype, size):
-    """Each parameter is split along its first dimension, and rank 0 has the first and largest part."""
-    shapes = sizes(AutoConfig.from_pretrained(TOY / "policy"))
-    flags = ["--model", "toy", "--micro-batch-tokens", 2500, "--ranks", ranks, "--dtype", dtype]
-    found = estimate(*flags)["training"]
-    held = sum(-(-shape[0] // ranks) * shape[1:].numel() for shape in shapes)
-    for name, count in {"parameters": 4, "gradients": 4, "Adam moments": 8, "reference": size}.items():
-        assert found[name] == count * held / GIB, name
-
-
 @pytest.mark.parametrize("preset", PARAMETERS)
 def test_presets_have_the_published_parameters_and_gemma_eager_attention(preset):
     config = memory.read_config(cuda_check.DPO, "--model", preset, False)
@@ -67,55 +55,6 @@ def test_sampling_has_the_engine_and_the_reward_model():
     assert found["sampling"]["reward model"] == 2 * reward_model / GIB
     assert found["sampling"]["engine"] == 40 and "engine" not in found["training"]
     assert "sampling" in estimate("--script", "grpo_math", "--ranks", 2)
-
-
-def resident(name: str) -> float:
-    """Returns VmRSS (the memory now) or VmHWM (the peak), in GiB."""
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(rf"{name}:\s+(\d+)", status)[1]) / 2**20
-
-
-def measure_memory(script, arguments: list):
-    """Is a worker: prints the resident memory before the models are loaded, and the peak."""
-    # M_MMAP_THRESHOLD: the memory of larger tensors goes back to the system when they are freed.
-    ctypes.CDLL(None).mallopt(-3, 2**16)
-    # A page counts when it is written, but on a GPU when it is allocated. So HeadLogps writes here.
-    torch.empty_like = torch.zeros_like
-    utils.CPU_BLOCK = utils.GPU_BLOCK  # as in the estimate
-    before = []
-    load_models = script.load_models
-
-    def measured(*values, **options):
-        before.append(resident("VmRSS"))
-        return load_models(*values, **options)
-
-    script.load_models = measured
-    run_main(script, arguments)
-    print(json.dumps({"before": before[-1], "peak": resident("VmHWM")}))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-def test_the_estimate_is_the_measured_peak(tmp_path):
-    """A Llama of 20 million parameters. Without one of the named parts the estimate would be too small."""
-    shape = dict(vocab_size=32000, hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
-    shape |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
-    LlamaForCausalLM(LlamaConfig(**shape, eos_token_id=5, pad_token_id=0)).save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(TOY / "policy").save_pretrained(tmp_path / "model")
-    words = {"prompt": (61, "rose"), "chosen": (100, "ivy"), "rejected": (100, "holly")}
-    row = {column: " ".join([word] * count) for column, (count, word) in words.items()}
-    common = ["--dataset", write_rows(tmp_path / "pairs.jsonl", [row] * 8)]
-    common += ["--num-steps=2", "--dtype=float32"]
-    common += ["--max-length=128", "--max-prompt-length=64", "--max-new-tokens=64", "--checkpoint-every=0"]
-    common += ["--batch-size=8", "--gradient-checkpointing"]
-    runs = [[*common, "--model", f"{TOY}/policy", "--output-dir", f"{tmp_path}/first"]]
-    runs.append([*common, "--model", f"{tmp_path}/model", "--output-dir", f"{tmp_path}/second"])
-    measured = json.loads(run_ranks(2, runs, measure_memory).splitlines()[-1])
-    found = estimate("--ranks", 2, "--model", f"{tmp_path}/model", *common)["training"]
-    peak = measured["peak"] - measured["before"]
-    assert sum(found.values()) == pytest.approx(peak, rel=0.1)
-    for name in ("parameters", "reference", "Adam moments", "head, temporaries"):
-        assert sum(found.values()) - found[name] < 0.9 * peak
 
 
 # === step ===
