@@ -1,7 +1,6 @@
 """docs/humanline.ipynb is docs/humanline.md, its cells run, and its exercises fail until they are solved."""
 
 import re
-import resource
 
 import nbformat
 import pandas as pd
@@ -92,10 +91,7 @@ def test_the_cells_run_and_the_exercises_fail_until_they_are_solved():
     order = exercise(page.cells, "math.log(2)", [])
     for source, says in [*exercises, (order, "["), (f"{late}\n{order}", "")]:
         notebook.cells.append(nbformat.v4.new_code_cell(ATTEMPT.format(source=source, says=says)))
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     make_notebook.execute(notebook)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 180
 
 
 @pytest.mark.slow
@@ -105,14 +101,3 @@ def test_the_losses_are_those_of_the_scripts(monkeypatch, tmp_path):
     monkeypatch.setattr(make_notebook, "LOSSES", tmp_path / "lesson.csv")
     make_notebook.write_losses()
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "lesson.csv"), committed, atol=1e-5)
-
-
-def test_outside_a_clone_the_first_cell_clones(tmp_path, monkeypatch):
-    (first, *_) = make_notebook.cells_to_run(make_notebook.read_page())
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TQDM_DISABLE", "1")  # the cell sets it, and pytest then restores it
-    source = first.source.replace('REPOSITORY = ""', f'REPOSITORY = "{make_notebook.ROOT}"')
-    assert source != first.source
-    clone = source[: source.index("    subprocess.run([sys.executable")]  # without its installation
-    exec(clone, {})
-    assert (tmp_path / "humanline" / "toy" / "tales" / "policy").is_dir()
