@@ -1,6 +1,6 @@
 # Figure 5 of "Humanline: Online Alignment as Perceptual Loss" (arXiv 2509.24207v2): what clipping and syncing
-# do alone, and humanline sampling. Eighteen runs. Nine are those of figure1.sh: offline with neither change,
-# offline with both, and online.
+# do alone, and humanline sampling. Nine runs. The figure's nine others are in table3.sh: offline with neither
+# change, offline with both, and online.
 #
 # A run needs 4 GPUs. The paper does not state the hardware here; Figure 11 has 4xH100. paper/README.md says
 # what a run leaves and how to resume it.
@@ -11,7 +11,12 @@
 # GRPO with a fixed reference. For sampling the paper gives neither M nor the Beta distributions. M = 10 and κ
 # = 100 are ours.
 
-source paper/figure1.sh # starts its nine runs, and defines OFFLINE and EVAL
+[ -e ref.json ] || curl -fL -o ref.json https://raw.githubusercontent.com/tatsu-lab/alpaca_eval/main/results/gpt4_1106_preview/model_outputs.json
+[ -s ref.jsonl ] || python -c "import json; [print(json.dumps({'prompt': row['instruction']})) for row in json.load(open('ref.json'))]" > ref.jsonl
+
+LLAMA=(--model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm)
+OFFLINE=("${LLAMA[@]}" --dataset-split "train[:10000]")
+EVAL=(--eval-dataset ref.jsonl --eval-samples 805 --gradient-checkpointing --checkpoint-every 156)
 
 for method in dpo kto grpo; do
     # Left, clipping alone. §5.2.1: as bad as offline.
