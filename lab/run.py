@@ -19,7 +19,8 @@ a run that did not end well), the evaluation after training, and
     NAME@STEP       an evaluation after that number of steps, of eval/accuracy or eval/reward
     curve, late     mean of these evaluations, and of those of the second half
 
-A row with the same command and commit is not made again, so a study that was stopped goes on.
+A row with the same command and commit is not made again, so a study that was stopped goes on. A command on
+several lines is run once, for the last of them.
 """
 
 import hashlib
@@ -150,11 +151,11 @@ def main(file: tyro.conf.Positional[Path], jobs: int = 0, score: bool = False):
     out = file.parent / f"{file.resolve().parent.name}.csv"
     rows = pd.read_csv(out, dtype={"commit": str}).to_dict("records") if out.exists() else []
     made = {(row["command"], row["commit"]) for row in rows}
-    left = [run for run in runs if (run["command"], at) not in made]
+    left = {run["command"]: run for run in runs if (run["command"], at) not in made}  # each command once
     with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
         for done in pool.map(shell, preparing if left else []):
             check(done)
-        futures = [pool.submit(make_row, run, at, score) for run in left]
+        futures = [pool.submit(make_row, run, at, score) for run in left.values()]
         try:
             for future in tqdm(as_completed(futures), total=len(left), unit="run"):
                 rows.append(future.result())
