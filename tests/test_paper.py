@@ -448,20 +448,6 @@ def test_vcpo_multiplies_the_rate_by_the_root_of_the_share_of_effective_samples(
     assert variants.effective_share(torch.tensor([700.0, 700, -700])) == pytest.approx(2 / 3)  # no overflow
 
 
-OWN_TESTS = ("sampling", "oapl", "hypo")
-ON_POLICY = [name for name in VARIANTS if name not in OWN_TESTS]
-
-
-@pytest.mark.parametrize("name", ON_POLICY)
-def test_on_policy_every_variant_has_the_scripts_gradient(name, batch):
-    """At ratio 1 no bound is reached, and each gradient is the policy gradient."""
-    log_ratio, mask, advantages = batch
-    on_policy = (torch.zeros_like(log_ratio), mask, advantages)
-    _, gradient = objective(name, on_policy)
-    expected = -(advantages[:, None] * mask).numpy()
-    np.testing.assert_allclose(gradient, expected, atol=1e-14)
-
-
 # === Humanline sampling ===
 IDS = torch.arange(B * T).view(B, T)
 

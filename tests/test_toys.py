@@ -9,23 +9,13 @@ import torch
 from helpers import ROOT, read_rows
 from transformers import AutoModelForCausalLM
 
-from toy import chat, common, make, stories, sums
+from toy import chat, make, stories, sums
 
 TOYS = ROOT / "toy"
 STORIES = TOYS / "stories"
 
 
 # === toy/make.py and toy/sums.py ===
-
-
-def test_committed_rows_are_written_as_the_same_bytes(tmp_path):
-    files = sorted(TOYS.rglob("*.jsonl.gz"))
-    assert len(files) > 10
-    for path in files:
-        common.write_rows(tmp_path / "rows.jsonl.gz", read_rows(path))
-        assert (tmp_path / "rows.jsonl.gz").read_bytes() == path.read_bytes(), path
-
-
 TASKS = {"bouquets": make.BOUQUETS, "tales": make.TALES}
 
 
