@@ -8,20 +8,20 @@ GRPO into humanline GRPO: the clamp in `clip_log_ratio`, and the sync before `op
 
 To change the method, edit `grpo_loss` or `group_advantages`. To read other data, edit `encode_row`.
 
-Where the paper's C.1.4, and this file, depart from its equation 1:
+This file follows the paper's C.1.4 where C.1.4 departs from equation 1:
     - The loss is the mean over all completion tokens of the global batch. Equation 1 first takes the mean of
       each completion.
     - There is no π_old: the reference is the denominator of the ratio and the target of the KL penalty. For
       the penalty, equation 1 uses a fixed policy.
 Differences from the paper and the authors' code (docs/grpo.md):
     - Advantages divide by the std with correction=0, and nothing is added to it. The authors' code adds 0.01.
-    - A prompt whose rewards differ by less than --reward-threshold gives no group, of whatever size.
+    - A prompt whose rewards differ by less than --reward-threshold gives no group.
     - Gradients are clipped by their global norm. In the authors' code each rank uses the norm of its shards.
 
 Notation: B sequences of T tokens; log-probs in nats; a mask is 1 at completion tokens and 0 elsewhere. A
 utils.Example is a prompt with at most one completion: prompt (a text or messages), prompt_ids,
 completion_ids, reward and so on. A group is a tuple of Examples of one prompt: here its G completions, best
-first, or one Example without completion_ids for a row of a prompt alone.
+first. A row that has only a prompt gives one Example, without completion_ids.
 """
 
 import time
@@ -47,15 +47,15 @@ from support import checkpoint, data, run, sampling
 class Args:
     # algorithm
     beta: float = 0.01  # weight of the KL penalty (Table 3)
-    epsilon: float = 0.15  # GRPO's clip of the ratio to 1 ± ε (Table 3; PAPER below); 1e9: none, a control
-    # Completions per group (G). 2: a pair, (chosen, rejected) or the best and the worst of all completions of
-    # a prompt (C.1.4). More: all completions of a row, or G samples.
+    epsilon: float = 0.15  # GRPO's clip of the ratio to 1 ± ε (Table 3; PAPER below); 1e9: none
+    # Completions per group (G). 2: a pair, (chosen, rejected) or a prompt's best and worst completion
+    # (C.1.4). More: rows have exactly G completions; with --online, G samples are drawn.
     group_size: int = 2
     # humanline
 
     # --no-humanline: no humanline clipping (ε still clips), and syncs only when an online round starts
     humanline: bool = True
-    # Optimizer steps between syncs of the reference (paper: 1; a first run: 16, docs/first_run.md); 0: syncs
+    # Optimizer steps between syncs of the reference (paper: 1; docs/first_run.md advises 16); 0: syncs
     # only when an online round starts.
     k: int = 1
     log_epsilon_P: float = -1.5  # log ε_P, minimum of a token's log π_θ/π_ref, in nats (Table 1); -inf: none
@@ -91,7 +91,7 @@ class Args:
     trust_remote_code: bool = False  # run Python code that comes with a model
     # online
     online: bool = False  # train on samples of the policy, drawn in rounds (Algorithm 1)
-    # Classifier with one output, a folder or a Hub name; empty: no rewards, or those of SCORE. --online
+    # Classifier with one output, a folder or a Hub name; empty: no rewards, or those of SCORE below. --online
     # requires one of the two, and evaluation uses it too.
     reward_model: str = ""
     round_prompts: int = 1024  # prompts per round (Table 1)
@@ -118,7 +118,7 @@ class Args:
     checkpoint_every: int = 100  # steps between checkpoints; 0: only one, at the end or after a signal
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     eval_every: int = 0  # steps between evaluations; 0: only before and after training
-    eval_samples: int = 256  # held-out rows whose prompts are sampled, from the first on; 0: none
+    eval_samples: int = 256  # held-out rows, the first ones, whose prompts get a sample; 0: none
     track: bool = False  # log to Weights & Biases, too (pip install wandb)
 
 
@@ -126,9 +126,7 @@ class Args:
 # instead, unless their flags are given. The key is (online, humanline); (True, False) has the defaults.
 PAPER = {(False, False): dict(epsilon=0.5), (True, True): dict(max_grad_norm=0.5)}
 FOLDER = Path(__file__).resolve().parent / "toy" / "tales"
-# Settings of the toy, which replace the defaults above. With k = 1, the reference is one update old and
-# hardly holds the policy back. At this learning rate the policy then becomes worse
-# (lab/miniatures/figure8.csv).
+# Settings of the toy, which replace the defaults above.
 TOY = dict(
     model=f"{FOLDER}/policy",
     reward_model=f"{FOLDER}/reward_model",
@@ -139,13 +137,14 @@ TOY = dict(
     max_prompt_length=64,
     max_length=128,  # the positions of its models
     lr=3e-4,
-    k=32,
+    k=32,  # at this learning rate, k = 1 makes the policy worse (lab/miniatures/figure8.csv)
     max_new_tokens=64,
     generation_batch_size=256,
 )
 TOY_ONLINE = dict(dataset=f"{FOLDER}/prompts_train.jsonl.gz")
 # A Python function can give the rewards of samples, instead of --reward-model. Replace None by its name
-# (docs/first_run.md has an example). It gets a tuple of utils.Example, and returns a list of their rewards.
+# (docs/first_run.md has an example). It gets a tuple of utils.Example, each with its row of the data set, and
+# returns a list of their rewards.
 SCORE = None
 
 
@@ -171,7 +170,7 @@ def grpo_loss(clipped_log_ratio, log_ratio, advantages, beta: float, epsilon: fl
 
 def k3(log_ratio):
     """Estimates the KL divergence by π_ref/π_θ + log π_θ/π_ref - 1 (k3 of joschu.net/blog/kl-approx.html)."""
-    return torch.expm1(-log_ratio) + log_ratio  # near 0, exp(-x) - 1 would lose digits of the metric
+    return torch.expm1(-log_ratio) + log_ratio  # near 0, exp(-x) - 1 would lose digits
 
 
 def group_advantages(rewards):
@@ -229,12 +228,14 @@ def main(args: Args):
     run.print_plan(args, output_dir, policy, tokenizer, groups, groups_per_step)
     # The initial policy is the baseline of all evaluations, also of a resumed run. So it is evaluated, and
     # its weights are copied for eval/kl, before a checkpoint is loaded.
-    initial_weights = sampling.copy_weights(reference) if held_out else []
+    initial_weights = sampling.copy_weights(reference) if held_out else []  # equal to the policy's until then
     before = evaluate(args, policy, reference, initial_weights, sampler, held_out)
     # The steps and rounds that are done, and the pool of groups that were sampled but not yet used.
     progress = checkpoint.load_checkpoint(output_dir, policy, reference, optimizer)
+    # After SIGINT, SIGTERM or SIGHUP, a step or the sampler ends the run with a checkpoint.
     signals = run.Signals()
-    state = args, output_dir, policy, reference, optimizer, progress, signals  # for checkpoints
+    state = args, output_dir, policy, reference, optimizer, progress, signals
+    sampler.end_after_signal = partial(checkpoint.end_after_signal, *state)
     shown = ["eval/accuracy", "rollout/reward_mean", "logps/chosen", "logps/rejected"]
     log = run.Log(args, __file__, output_dir, progress.step, before, shown)
 
@@ -243,7 +244,6 @@ def main(args: Args):
         metrics = {"step": step}
         if step > 0 and args.eval_every and step % args.eval_every == 0:
             evaluation = evaluate(args, policy, reference, initial_weights, sampler, held_out, before)
-            checkpoint.end_after_signal(*state)
             metrics |= log.write_evaluation(step, evaluation)
         started = time.perf_counter()
 
@@ -251,14 +251,12 @@ def main(args: Args):
         if not args.online:
             batch = draw_batch(groups, step, groups_per_step, args.seed)
         else:
-            # A round usually gives several batches. The groups that this step does not use wait in the pool,
-            # even if a new round is drawn and the reference synced before they are used.
+            # A round usually gives several batches. The groups that this step does not use wait in the pool.
             while len(progress.pool) < groups_per_step:
                 sync_reference(reference, policy)  # Algorithm 1, line 3: with and without humanline
                 number = progress.round + 1
                 new_groups, round_metrics = sample_round(args, sampler, policy, groups, number)
-                checkpoint.end_after_signal(*state)
-                progress.round = number
+                progress.round = number  # only now, because a signal may end the run within the round
                 progress.pool += new_groups
                 metrics |= round_metrics  # of the newest round
             batch = progress.pool[:groups_per_step]
@@ -289,8 +287,8 @@ def main(args: Args):
             clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
             A = advantages.flatten()[indices].to(logps.dtype)  # (B,)
             losses = grpo_loss(clipped_log_ratio, log_ratio, A, args.beta, args.epsilon)  # (B, T)
-            # Summed over ranks: the mean over all completion tokens of the global batch. A loss of another
-            # shape would broadcast; `view_as` refuses it.
+            # Summed over ranks, this is the mean over all completion tokens of the global batch. `view_as`
+            # only checks the shape, because the loss is often edited.
             loss = (losses.view_as(mask) * mask).sum() / completion_tokens
             loss.backward()
             total_loss += loss.detach()
@@ -311,10 +309,10 @@ def main(args: Args):
 
         # The update. The learning rate rises linearly (warmup: Tables 1 and 2) and then stays constant.
         lr = args.lr * min(1.0, (step + 1) / warmup_steps)
-        for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
+        for param_group in optimizer.param_groups:
             param_group["lr"] = lr
         optimizer.step()
-        policy.zero_grad()  # also of weights that an optimizer does not have
+        policy.zero_grad()
 
         dist.all_reduce(total_loss)
         grad_norm = grad_norm.full_tensor()  # global norm before clipping
@@ -360,7 +358,7 @@ def encode_row(args, tokenizer, eos_ids, row):
     examples = data.encode(args, tokenizer, eos_ids, prompt, completions, row if SCORE else None)
     if not completions:
         return examples
-    rewards = sampling.as_rewards(scores, len(examples)).tolist()
+    rewards = sampling.as_rewards(scores, len(examples)).tolist()  # refuses other counts, and nan
     group = make_group(args, [example._replace(reward=reward) for example, reward in zip(examples, rewards)])
     if not group:
         raise data.SkipRow("its scores are equal, or differ by less than --reward-threshold")
@@ -400,24 +398,21 @@ def load_models(args, device):
     # The policy is loaded in the dtype of the files, so that the weights stay memory-mapped and all ranks of
     # a machine share them. It is sharded, and then each rank casts its own shards to fp32, which is exact.
     policy = load("auto").to(torch.float32)
-    # The reference is loaded in its storage dtype. A cast to bf16 would round its buffers, too.
     reference = load(run.storage_dtype(args)).requires_grad_(False)
     # Buffers (RoPE's frequencies, Gemma's embed_scale) must be equal in value and dtype, otherwise log-ratios
-    # would not be 0 at step 0.
+    # would not be 0 at step 0. The cast changed the policy's, so the policy gets the reference's.
     for name, buffer in policy.named_buffers():
         buffer.data = reference.get_buffer(name).clone()
     for model in (policy, reference):
-        # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
-        # log-probs would be wrong without any error. So a short trial sets the fastest attention whose packed
-        # log-probs equal those of a plain forward pass.
+        # Sets the fastest attention that keeps apart the sequences which `token_logps` packs into one row. A
+        # short trial compares it with a plain forward pass.
         attention = utils.choose_attention(model, run.longest_sequence(args), getattr(torch, args.dtype))
         for block in run.decoder_blocks(model):
             if args.compile:
                 block.forward = torch.compile(block.forward, dynamic=True)
             if args.gradient_checkpointing:
-                # Recomputes activations in backward, inside of FSDP's hooks, which gather the weights for it.
-                # transformers' own checkpointing needs train mode, which would start dropout. Compiled code
-                # must be inside, because torch does not compile what calls `recompute`.
+                # Recomputes activations in backward, where FSDP's hooks gather the weights for it.
+                # transformers' own checkpointing needs train mode, which would start dropout.
                 block.forward = partial(recompute, block.forward, use_reentrant=False)
     run.print_main(f"attention: {attention}")  # of both models
     return policy, reference
@@ -433,7 +428,7 @@ def shard_model(args, model, device):
     shard_size = args.shard_size or world
     shape = (world // shard_size, shard_size)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-    if shard_size == world:
+    if shard_size == world:  # one replica: plain FSDP
         mesh = mesh["shard"]
     units = run.decoder_blocks(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -443,16 +438,16 @@ def shard_model(args, model, device):
     # Gradients are summed over ranks in fp32 or wider, because bf16 sums over many ranks lose small terms.
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype)
-    # Children before parents, as FSDP2 requires. In a few models, such as Mamba, a unit contains others.
+    # Children before parents, as FSDP2 requires. Of nested units (Mamba), `units` has the outer one first.
     for module in [*reversed(units), model]:
         # By default FSDP2 leaves the root gathered after forward, for use in backward. The reference never
         # runs backward, so its next forward would still use the weights from before a sync.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
         # By default FSDP2 also averages gradients over ranks. The loss is already divided by the global
-        # batch, so they are summed. (gloo needs the second call, and one rank has nothing to sum.)
+        # batch, so they are summed.
         if world > 1:
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+            module.set_force_sum_reduction_for_comms(True)  # the only kind of sum that gloo has
     return model
 
 
@@ -464,7 +459,7 @@ def sample_round(args, sampler, policy, groups: list[tuple], number: int):
         number: the round, counted from 1.
 
     Returns:
-        The groups, without those prompts for which `make_group` returns (), and metrics.
+        The groups of those prompts whose rewards differ enough, and metrics.
     """
     size = min(args.round_prompts, len(groups))
     prompts = [group[0] for group in draw_batch(groups, number - 1, size, args.seed)]
@@ -504,11 +499,12 @@ def evaluate(
     """Evaluates the policy on held-out groups and on samples for the prompts of the first rows.
 
     The groups show whether the policy has learned to prefer the best completion of a group to the worst, in
-    comparison with the initial policy. The samples give their length, whether they finished, their KL
-    from the initial policy and, if they have rewards, the reward and the win rate over its samples.
+    comparison with the initial policy. The samples give their length, whether they finished, their KL from
+    the initial policy and, if they have rewards, the reward and the win rate over the initial policy's
+    samples.
 
     Args:
-        reference, initial_weights: of the initial policy. For eval/kl, the reference gets them for a moment.
+        initial_weights: the initial policy's. While eval/kl is computed, `reference` holds them.
         initial: the evaluation of the initial policy, or None when this is that evaluation.
     """
     values = {}  # {name: one value for each group or sample}
@@ -531,10 +527,11 @@ def grpo_metrics(clipped_log_ratio, log_ratio, advantages, epsilon: float):
 
     Args:
         clipped_log_ratio, log_ratio: (B, T) each, as in `grpo_loss`.
-        advantages: (B,). A token is clipped if 1 ± ε stops the gradient of its min(...).
+        advantages: (B,), A of each sequence.
     """
     A = advantages.unsqueeze(-1)  # (B, 1)
     ratio = clipped_log_ratio.exp()
+    # whether 1 ± ε stops the gradient of a token's min(...)
     stopped = ((A > 0) & (ratio > 1 + epsilon)) | ((A < 0) & (ratio < 1 - epsilon))
     return {
         "grpo/ratio_mean": ratio,

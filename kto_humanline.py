@@ -21,8 +21,8 @@ Main differences from the authors' code (docs/kto.md; docs/dpo.md#differences-fr
 Notation: B sequences of T tokens; log-probs in nats; a mask is 1 at completion tokens and 0 elsewhere. A
 utils.Example is a prompt with at most one completion: prompt (a text or messages), prompt_ids,
 completion_ids, desirable and so on. A group is a tuple of Examples of one prompt that stay in one step: here
-one labelled Example, a pair (desirable, undesirable), or one Example without completion_ids for a row of a
-prompt alone.
+one labelled Example, or a pair (desirable, undesirable). A row that has only a prompt gives one Example,
+without completion_ids.
 """
 
 import time
@@ -54,7 +54,7 @@ class Args:
 
     # --no-humanline: no clipping, and syncs only when an online round starts
     humanline: bool = True
-    # Optimizer steps between syncs of the reference (paper: 1; a first run: 16, docs/first_run.md); 0: syncs
+    # Optimizer steps between syncs of the reference (paper: 1; docs/first_run.md advises 16); 0: syncs
     # only when an online round starts.
     k: int = 1
     log_epsilon_P: float = -1.5  # log ε_P, minimum of a token's log π_θ/π_ref, in nats (Table 1); -inf: none
@@ -88,7 +88,7 @@ class Args:
     trust_remote_code: bool = False  # run Python code that comes with a model
     # online
     online: bool = False  # train on samples of the policy, drawn in rounds (Algorithm 1)
-    # Classifier with one output, a folder or a Hub name; empty: no rewards, or those of SCORE. --online
+    # Classifier with one output, a folder or a Hub name; empty: no rewards, or those of SCORE below. --online
     # requires one of the two, and evaluation uses it too.
     reward_model: str = ""
     round_prompts: int = 1024  # prompts per round (Table 1)
@@ -111,7 +111,7 @@ class Args:
     checkpoint_every: int = 100  # steps between checkpoints; 0: only one, at the end or after a signal
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     eval_every: int = 0  # steps between evaluations; 0: only before and after training
-    eval_samples: int = 256  # held-out rows whose prompts are sampled, from the first on; 0: none
+    eval_samples: int = 256  # held-out rows, the first ones, whose prompts get a sample; 0: none
     track: bool = False  # log to Weights & Biases, too (pip install wandb)
 
 
@@ -146,7 +146,8 @@ TOY = dict(
 # With the lr of TOY, four of five online runs collapsed (docs/kto.md).
 TOY_ONLINE = dict(dataset=f"{FOLDER}/prompts_train.jsonl.gz", lr=1e-4)
 # A Python function can give the rewards of samples, instead of --reward-model. Replace None by its name
-# (docs/first_run.md has an example). It gets a tuple of utils.Example, and returns a list of their rewards.
+# (docs/first_run.md has an example). It gets a tuple of utils.Example, each with its row of the data set, and
+# returns a list of their rewards.
 SCORE = None
 
 
@@ -250,12 +251,14 @@ def main(args: Args):
     run.print_plan(args, output_dir, policy, tokenizer, groups, groups_per_step)
     # The initial policy is the baseline of all evaluations, also of a resumed run. So it is evaluated, and
     # its weights are copied for eval/kl, before a checkpoint is loaded.
-    initial_weights = sampling.copy_weights(reference) if held_out else []
+    initial_weights = sampling.copy_weights(reference) if held_out else []  # equal to the policy's until then
     before = evaluate(args, policy, reference, initial_weights, sampler, held_out)
     # The steps and rounds that are done, and the pool of groups that were sampled but not yet used.
     progress = checkpoint.load_checkpoint(output_dir, policy, reference, optimizer)
+    # After SIGINT, SIGTERM or SIGHUP, a step or the sampler ends the run with a checkpoint.
     signals = run.Signals()
-    state = args, output_dir, policy, reference, optimizer, progress, signals  # for checkpoints
+    state = args, output_dir, policy, reference, optimizer, progress, signals
+    sampler.end_after_signal = partial(checkpoint.end_after_signal, *state)
     shown = ["eval/loss", "rollout/reward_mean", "logps/chosen", "logps/rejected"]
     log = run.Log(args, __file__, output_dir, progress.step, before, shown)
 
@@ -264,7 +267,6 @@ def main(args: Args):
         metrics = {"step": step}
         if step > 0 and args.eval_every and step % args.eval_every == 0:
             evaluation = evaluate(args, policy, reference, initial_weights, sampler, held_out, before)
-            checkpoint.end_after_signal(*state)
             metrics |= log.write_evaluation(step, evaluation)
         started = time.perf_counter()
 
@@ -272,14 +274,12 @@ def main(args: Args):
         if not args.online:
             batch = draw_batch(groups, step, groups_per_step, args.seed)
         else:
-            # A round usually gives several batches. The groups that this step does not use wait in the pool,
-            # even if a new round is drawn and the reference synced before they are used.
+            # A round usually gives several batches. The groups that this step does not use wait in the pool.
             while len(progress.pool) < groups_per_step:
                 sync_reference(reference, policy)  # Algorithm 1, line 3: with and without humanline
                 number = progress.round + 1
                 new_groups, round_metrics = sample_round(args, sampler, policy, groups, number)
-                checkpoint.end_after_signal(*state)
-                progress.round = number
+                progress.round = number  # only now, because a signal may end the run within the round
                 progress.pool += new_groups
                 metrics |= round_metrics  # of the newest round
             batch = progress.pool[:groups_per_step]
@@ -312,7 +312,8 @@ def main(args: Args):
             clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
             margins = kto_margins(clipped_log_ratio, mask, desirable, z_0, args.beta)  # (B,)
             losses = kto_loss(margins, desirable, args.lambda_D, args.lambda_U)  # (B,)
-            # Summed over ranks: the mean over the global batch. `view` refuses a loss of another shape.
+            # Summed over ranks, this is the mean over the global batch. `view` only checks the shape, because
+            # the loss is often edited.
             loss = losses.view(len(indices)).sum() / len(examples)
             loss.backward()
             total_loss += loss.detach()
@@ -335,10 +336,10 @@ def main(args: Args):
 
         # The update. The learning rate rises linearly (warmup: Tables 1 and 2) and then stays constant.
         lr = args.lr * min(1.0, (step + 1) / warmup_steps)
-        for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
+        for param_group in optimizer.param_groups:
             param_group["lr"] = lr
         optimizer.step()
-        policy.zero_grad()  # also of weights that an optimizer does not have
+        policy.zero_grad()
 
         dist.all_reduce(total_loss)
         grad_norm = grad_norm.full_tensor()  # global norm before clipping
@@ -430,24 +431,21 @@ def load_models(args, device):
     # The policy is loaded in the dtype of the files, so that the weights stay memory-mapped and all ranks of
     # a machine share them. It is sharded, and then each rank casts its own shards to fp32, which is exact.
     policy = load("auto").to(torch.float32)
-    # The reference is loaded in its storage dtype. A cast to bf16 would round its buffers, too.
     reference = load(run.storage_dtype(args)).requires_grad_(False)
     # Buffers (RoPE's frequencies, Gemma's embed_scale) must be equal in value and dtype, otherwise log-ratios
-    # would not be 0 at step 0.
+    # would not be 0 at step 0. The cast changed the policy's, so the policy gets the reference's.
     for name, buffer in policy.named_buffers():
         buffer.data = reference.get_buffer(name).clone()
     for model in (policy, reference):
-        # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
-        # log-probs would be wrong without any error. So a short trial sets the fastest attention whose packed
-        # log-probs equal those of a plain forward pass.
+        # Sets the fastest attention that keeps apart the sequences which `token_logps` packs into one row. A
+        # short trial compares it with a plain forward pass.
         attention = utils.choose_attention(model, run.longest_sequence(args), getattr(torch, args.dtype))
         for block in run.decoder_blocks(model):
             if args.compile:
                 block.forward = torch.compile(block.forward, dynamic=True)
             if args.gradient_checkpointing:
-                # Recomputes activations in backward, inside of FSDP's hooks, which gather the weights for it.
-                # transformers' own checkpointing needs train mode, which would start dropout. Compiled code
-                # must be inside, because torch does not compile what calls `recompute`.
+                # Recomputes activations in backward, where FSDP's hooks gather the weights for it.
+                # transformers' own checkpointing needs train mode, which would start dropout.
                 block.forward = partial(recompute, block.forward, use_reentrant=False)
     run.print_main(f"attention: {attention}")  # of both models
     return policy, reference
@@ -463,7 +461,7 @@ def shard_model(args, model, device):
     shard_size = args.shard_size or world
     shape = (world // shard_size, shard_size)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-    if shard_size == world:
+    if shard_size == world:  # one replica: plain FSDP
         mesh = mesh["shard"]
     units = run.decoder_blocks(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -473,16 +471,16 @@ def shard_model(args, model, device):
     # Gradients are summed over ranks in fp32 or wider, because bf16 sums over many ranks lose small terms.
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype)
-    # Children before parents, as FSDP2 requires. In a few models, such as Mamba, a unit contains others.
+    # Children before parents, as FSDP2 requires. Of nested units (Mamba), `units` has the outer one first.
     for module in [*reversed(units), model]:
         # By default FSDP2 leaves the root gathered after forward, for use in backward. The reference never
         # runs backward, so its next forward would still use the weights from before a sync.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
         # By default FSDP2 also averages gradients over ranks. The loss is already divided by the global
-        # batch, so they are summed. (gloo needs the second call, and one rank has nothing to sum.)
+        # batch, so they are summed.
         if world > 1:
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+            module.set_force_sum_reduction_for_comms(True)  # the only kind of sum that gloo has
     return model
 
 
@@ -528,7 +526,7 @@ def evaluate(
     reward and the win rate over the initial policy's samples.
 
     Args:
-        reference, initial_weights: of the initial policy. For eval/kl, the reference gets them for a moment.
+        initial_weights: the initial policy's. While eval/kl is computed, `reference` holds them.
         initial: the evaluation of the initial policy, or None when this is that evaluation.
     """
     values = {}  # {name: one value for each example or sample}

@@ -82,8 +82,7 @@ def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int):
     """Splits sequences (or pairs) into micro-batches of similar token counts. Number i is for rank i % ranks.
 
     All ranks get the same number of micro-batches, because FSDP gathers weights on all ranks together. If
-    there are fewer sequences than ranks, some micro-batches are empty. In training none is empty, because the
-    batch size is a multiple of `ranks`.
+    there are fewer sequences than ranks, as in a small evaluation, some micro-batches are empty.
 
     Args:
         lengths: the number of tokens of each sequence.
@@ -105,7 +104,7 @@ def make_micro_batches(lengths: list[int], ranks: int, max_tokens: int):
         heap = [(0, number) for number in range(count)]  # (tokens, number of the micro-batch), smallest first
         for i in longest_first:
             tokens, smallest = heap[0]
-            tokens += min(lengths[i], limit)  # a longer sequence leaves no room for another one
+            tokens += min(lengths[i], limit)  # a longer sequence fills a micro-batch of its own
             if tokens > limit:
                 return None
             micro_batches[smallest].append(i)
@@ -132,14 +131,15 @@ def pad_rows(rows, device, value=0, side: str = "right"):
 
 
 # === Log-probs ===
-# The log-probs of completion tokens. A model may be called in another way, as long as `token_logps` returns
-# the same numbers: tests/test_utils.py compares them with the two lines in its docstring.
+# The log-probs of completion tokens. You may rewrite `token_logps`: tests/test_utils.py compares it with the
+# two lines in its docstring.
 
 
 def token_logps(model, input_ids, mask, temperature: float = 1.0):
-    """Computes log π(y_t | x, y_<t) of completion tokens; during the call, the model's head returns them.
+    """Computes log π(y_t | x, y_<t) of completion tokens.
 
-    Returns the same as these two lines, with less memory and without padding:
+    Returns the same as these two lines, with less memory and without padding. To do so, it replaces the
+    forward of the model's head during the call.
 
         logits = model(input_ids).logits[:, :-1].transpose(1, 2).float() / temperature  # (B, V, T - 1)
         return mask * F.pad(-F.cross_entropy(logits, input_ids[:, 1:], reduction="none"), (1, 0))
@@ -342,12 +342,11 @@ NEUTRAL = {"position_ids", "use_cache", "output_router_logits", "cu_seq_lens_k",
 def check_plain(attention_mask, longest: int, dropout=0.0, sliding_window=None, **options):
     """Raises TypeError if a layer asks for more than causal attention, which packing would ignore.
 
-    For example for a softcap, sinks, or a bias that it passes as a mask (Doge). transformers makes no mask,
-    because it does not know these attention implementations. `choose_attention` catches the error, and the
-    model keeps its own attention.
+    For example for a softcap or sinks. transformers passes no causal mask to implementations that it does not
+    know, so a mask is a bias of the model's own (Doge). `choose_attention` catches the error, and the model
+    keeps its own attention.
 
-    longest: the length of the longest sequence, which must fit into a window, also into one that the model's
-    config does not name.
+    longest: the length of the longest sequence, which must fit into the layer's window.
     """
     unknown = [name for name, value in options.items() if value is not None and name not in NEUTRAL]
     fits = sliding_window is None or longest <= sliding_window
@@ -355,7 +354,8 @@ def check_plain(attention_mask, longest: int, dropout=0.0, sliding_window=None, 
         raise TypeError(f"packed attention has no mask, dropout, short window or options {unknown}")
 
 
-# With this option query heads may share a key head. torch 2.11, which some GPU machines have, lacks it.
+# Grouped-query attention. torch 2.11, which some GPU machines have, lacks this option of its kernel. There
+# `varlen_attention` repeats keys and values instead.
 SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
@@ -365,7 +365,7 @@ def varlen_attention(
     """Computes causal attention for packed sequences in one kernel (CUDA, bf16, most head sizes).
 
     query, key, value: (1, heads, ΣT, head size). transformers passes the lengths on from the inputs that
-    `pack` returns. Calling the model without them, other than by `token_logps`, raises TypeError.
+    `pack` returns. A plain call of the model has no lengths, and raises TypeError.
     """
     check_plain(attention_mask, max_length_q, **options)
     if not SHARED_HEADS:
@@ -431,14 +431,14 @@ def attention_candidates(model, longest: int, dtype) -> list[str]:
 def choose_attention(model, longest: int, dtype) -> str:
     """Sets the fastest attention with which `token_logps` agree with the model's own forward pass.
 
-    The trial scores two equal sequences of 16 tokens. In both, the first 8 tokens must get the log-probs that
-    the model's own forward pass gives to these 8 tokens alone. They differ if packed sequences attend to each
-    other (the second would see the first), if a token attends to later ones, or if the model does more with
-    its head's output than `HeadLogps` (a factor of the logits: Cohere, Granite).
+    Three mistakes must show: the second sequence sees the first one, a token sees later ones, or the model
+    does more with its head's output than `HeadLogps` (a factor of the logits: Cohere, Granite). So the trial
+    scores two copies of 16 tokens, and compares their first 8 tokens with a forward pass of these 8 alone.
 
     Args:
         longest: the maximum length of a sequence that is scored, samples included, in tokens.
-        dtype: in which the model computes. Some models return fp32 logits all the same.
+        dtype: the dtype in which the model computes. Its logits do not show it, because some models always
+            return them in fp32.
 
     Returns:
         The name of the attention.
@@ -450,7 +450,7 @@ def choose_attention(model, longest: int, dtype) -> str:
     first_8 = tokens[:8]
     logits = model(input_ids=first_8[None], use_cache=False).logits[0]  # (8, V)
     expected = -F.cross_entropy(logits[:-1].float(), first_8[1:], reduction="none")  # (7,)
-    # The largest mean difference, in nats. Two correct forward passes differ as well, in fp32 by up to 2e-4
+    # The mean difference that passes, in nats. Two correct forward passes differ too, in fp32 by up to 2e-4
     # (SmolLM2, whose activations are large), and in bf16 by more. If the second sequence attends to the
     # first, its log-probs are 0.34 to 2.3 nats off on the policies of the toys.
     limit = {torch.bfloat16: 0.3, torch.float32: 1e-3}.get(dtype, 1e-4)
@@ -470,7 +470,10 @@ def choose_attention(model, longest: int, dtype) -> str:
         found[name] = (logps[:, 1:8] - expected).abs().mean(1).max()  # of the worse sequence
         if found[name] <= limit:
             return name
-    raise InputError(f"--model: log-probs depend on later tokens, on noise (dropout) or on a factor: {found}")
+    raise InputError(
+        "--model: no attention gives the log-probs of a plain forward pass, because of later tokens, dropout "
+        f"or a factor of the logits: {found}"
+    )
 
 
 # === Head log-probs ===

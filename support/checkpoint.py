@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from support import run
+from utils import InputError
 
 
 @dataclass
@@ -53,20 +54,18 @@ def end_step(args, folder: Path, policy, reference, optimizer, progress: Progres
     if progress.step == args.num_steps or (every and progress.step % every == 0):
         save_checkpoint(args, folder, policy, reference, optimizer, progress)
     elif progress.step == 1:
-        # What a checkpoint cannot hold, such as a weight outside of the policy, raises an exception now.
+        # What a checkpoint cannot hold, such as a weight outside of the policy, raises an exception at the
+        # first step, and not a hundred steps later.
         training_state(policy, reference, optimizer, progress)
     end_after_signal(args, folder, policy, reference, optimizer, progress, signals)
 
 
 def end_after_signal(args, folder: Path, policy, reference, optimizer, progress: Progress, signals):
-    """Ends all ranks if one of them has received a signal, with a checkpoint of the completed steps.
-
-    It is called before the samples of a round or an evaluation are used, because the signal may also have
-    ended programs of a reward function. A resumed run samples them again.
-    """
+    """Ends all ranks if one of them has received a signal, with a checkpoint of the completed steps."""
     signal_number = max(run.gather(signals.received))  # all ranks must stop after the same step
     if signal_number:
-        save_checkpoint(args, folder, policy, reference, optimizer, progress)
+        if progress.step:
+            save_checkpoint(args, folder, policy, reference, optimizer, progress)
         run.print_main(f"\nstopped after {progress.step} steps; to resume, pass --resume {folder}")
         # With the status that a shell expects. Not sys.exit, which would wait for grpo_math's grader.
         os._exit(128 + signal_number)
@@ -100,16 +99,20 @@ def load_checkpoint(folder: Path, policy, reference, optimizer) -> Progress:
     progress = Progress()
     checkpoints = run.broadcast(find_checkpoints(folder))
     if checkpoints:
-        # Weights and moments are read in place. A checkpoint that lacks a weight is refused. It may lack some
-        # moments, because a weight that never had a gradient (a vision tower's) has none.
+        # Both loads read in place. Weights must all be there. Moments may be missing, because a weight that
+        # never had a gradient (a vision tower's) has none.
         state = training_state(policy, reference, optimizer, progress)
         moments = {"optimizer": state.pop("optimizer")}
         dcp.load(state, checkpoint_id=checkpoints[0])
         planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
         dcp.load(moments, checkpoint_id=checkpoints[0], planner=planner)
-        # The settings are copies. Some optimizers keep a state in them (schedule-free).
-        for param_group, saved in zip(optimizer.param_groups, moments["optimizer"]["param_groups"]):
-            param_group |= saved | {"params": param_group["params"]}
+        saved = {name for name in planner.metadata.state_dict_metadata if name.startswith("optimizer.")}
+        # An optimizer that creates a state after its first step would silently begin it anew.
+        if unread := saved - planner.state_dict.keys():
+            raise InputError(f"--resume: the optimizer has no place for {sorted(unread)[:3]}")
+        # The settings were read into copies. Some optimizers keep a state in them (schedule-free).
+        for param_group, settings in zip(optimizer.param_groups, moments["optimizer"]["param_groups"]):
+            param_group |= settings | {"params": param_group["params"]}
         progress = Progress(**state["progress"][0])
         run.print_main(f"{progress.step} steps are done: resumes from {checkpoints[0]}")
     return progress

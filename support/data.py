@@ -75,8 +75,9 @@ def load_groups(args, tokenizer, eos_ids: set[int], name: str, split: str, encod
     rows = enumerate(read_rows(name, split), 1)
     rows = tqdm(rows, f"reading {name}", leave=False, unit=" rows", delay=2, disable=not run.is_main())
     while True:
-        results = []  # of this rank's rows; the ranks take turns
-        for number, row in islice(rows, rank, CHUNK * world, world):
+        chunk = list(islice(rows, CHUNK * world))  # every rank reads all rows, and encodes its share of them
+        results = []
+        for number, row in chunk[rank::world]:
             try:
                 group = encode_row(args, tokenizer, eos_ids, split_conversations(row))
                 results.append((number, group))
@@ -85,10 +86,9 @@ def load_groups(args, tokenizer, eos_ids: set[int], name: str, split: str, encod
             except Exception as error:
                 error.add_note(f"{name}, row {number}")
                 raise
-        in_order = sorted(sum(run.gather(results), []))
-        if not in_order:  # no row is left
+        if not chunk:
             break
-        for number, result in in_order:
+        for number, result in sorted(sum(run.gather(results), [])):
             if isinstance(result, str):
                 skipped.setdefault(result, []).append(number)
             else:
@@ -169,7 +169,7 @@ def load_tokenizer(args):
         raise InputError(f"the tokenizer has no token {tokenizer.eos_token}: set one with --eos-token")
     eos_ids = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None}
     if tokenizer.chat_template:
-        # Base models whose template is ChatML often have another EOS token than <|im_end|>.
+        # Warns if an answer ends with no EOS token, for example a base model's whose template is ChatML.
         answer = render(tokenizer, as_messages("Text") + as_messages("Text", "assistant"))
         end = answer.rpartition("Text")[2].strip()
         if not eos_ids.issuperset(tokenizer(end, add_special_tokens=False).input_ids[:1]):
@@ -200,8 +200,8 @@ def encode(args, tokenizer, eos_ids: set[int], prompt: str | list, completions=(
             # One token spans the end of the prompt and the start of the completion, for example a token for
             # two line breaks. Then the completion is tokenized alone.
             completion_ids = tokenizer(ending, add_special_tokens=False).input_ids
-        # Without a template, it has no EOS token yet. With a template, the text after the first one (often a
-        # line break) is removed, because the model stops before it.
+        # It ends with its first EOS token. Without a template, this is the one that is added here. With a
+        # template, the text after its own (often a line break) is removed, because the model stops before it.
         completion_ids = truncate_after_eos([*completion_ids, tokenizer.eos_token_id], eos_ids)
         example = prompt_only._replace(completion_ids=array("i", completion_ids))
         examples.append(example.truncate(args.max_length))
@@ -216,6 +216,7 @@ def tokenize(tokenizer, texts: list[str]) -> list[list[int]]:
         return_special_tokens_mask=True,  # 1 at the tokens that are not in the text
     )
     for ids, mask in zip(encoded.input_ids, encoded.special_tokens_mask):
+        # removes such tokens from the end
         while mask and mask.pop():
             ids.pop()
     return encoded.input_ids
@@ -243,10 +244,10 @@ def render_conversation(tokenizer, prompt: str | list, completions) -> list[str]
             raise InputError("messages need a chat template, and the tokenizer has none: --chat-template")
         return [prompt, *completions]
     messages = as_messages(prompt)
-    before = render_all(tokenizer, messages, add_generation_prompt=True)
+    before = render_checked(tokenizer, messages, add_generation_prompt=True)
     endings = []
     for completion in completions:
-        conversation = render_all(tokenizer, messages + as_messages(completion, "assistant"))
+        conversation = render_checked(tokenizer, messages + as_messages(completion, "assistant"))
         if not conversation.startswith(before):  # then the template usually fails for every row
             raise InputError(
                 "the chat template renders a prompt differently when an answer follows: "
@@ -274,8 +275,8 @@ def render(tokenizer, messages: list[dict], **options) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, date_string="26 Jul 2024", **options)
 
 
-def render_all(tokenizer, messages: list[dict], **options) -> str:
-    """Does the same, but raises SkipRow if the template refuses, changes or drops a message.
+def render_checked(tokenizer, messages: list[dict], **options) -> str:
+    """Renders messages, and raises SkipRow if the template refuses, changes or drops one of them.
 
     For example, Gemma 2's template refuses a system message, and some drop the thought of an answer.
     """

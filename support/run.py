@@ -67,8 +67,9 @@ def file_errors():
 # settings, which a checkpoint holds. Each script has some of them.
 FIXED_BY_RESUME = {"batch_size", "group_size", "prompts_per_step", "round_prompts", "seed", "output_dir"}
 FIXED_BY_RESUME |= {"weight_decay", "adam_eps"}
-# Flags of which 0 would be an error after minutes of loading, or a run that learns nothing
-POSITIVE = {"batch_size", "prompts_per_step", "round_prompts", "max_grad_norm", "temperature"}
+# The least value of flags of which 0 would be an error after minutes of loading, or a run that learns nothing
+LEAST = dict.fromkeys(("batch_size", "prompts_per_step", "round_prompts"), 1) | {"group_size": 2}
+LEAST |= dict.fromkeys(("max_grad_norm", "temperature"), 1e-9)
 
 
 def parse_args(Args, file: str, doc: str, toy: dict, toy_online: dict, paper: dict, flags=None):
@@ -91,13 +92,13 @@ def parse_args(Args, file: str, doc: str, toy: dict, toy_online: dict, paper: di
     else:
         default = Args(**toy | (toy_online if online else {}))
     args = tyro.cli(Args, args=flags, default=default, description=doc)
-    changed = dict(vars(args).items() - vars(default).items()).keys() & FIXED_BY_RESUME
-    if given.resume and changed:
-        raise InputError(f"--resume cannot change {', '.join(sorted(changed))}")
+    changed = {name for name, value in vars(args).items() if value != getattr(default, name)}
+    if given.resume and changed & FIXED_BY_RESUME:
+        raise InputError(f"--resume cannot change {', '.join(sorted(changed & FIXED_BY_RESUME))}")
     print_settings("settings that differ from the defaults", vars(args).items() - vars(Args()).items())
     if given.model and not given.resume and not args.humanline:
         with_humanline = Args(**paper.get((online, True), {}))
-        # those that no flag has changed
+        # A comparison with a humanline run would not be of humanline alone.
         others = vars(args).items() & vars(default).items() - vars(with_humanline).items()
         print_settings("settings that the paper has only without humanline", others)
     return args
@@ -132,15 +133,15 @@ def check_flags(args):
     """Raises InputError for the mistakes that would appear after minutes of loading, or never."""
     for name, value in vars(args).items():
         # Smaller numbers mean nothing, and some would be ignored: with --k -1 no sync would ever be due.
-        too_small = isinstance(value, int | float) and (value < 0 or (value == 0 and name in POSITIVE))
-        no_group = name == "group_size" and value < 2  # a single sample has no advantage
-        if (too_small and name != "log_epsilon_P") or no_group:
-            raise InputError(f"--{name.replace('_', '-')} {value}: it must be larger")
+        least = LEAST.get(name, 0)
+        if isinstance(value, int | float) and value < least and name != "log_epsilon_P":
+            raise InputError(f"--{name.replace('_', '-')} {value}: it must be at least {least}")
     if not args.log_epsilon_P < 0 < args.log_epsilon_R:
         raise InputError("--log-epsilon-P must be negative and --log-epsilon-R positive")
     if not args.dataset:
         raise InputError(f"--model {args.model} needs a --dataset")
     world = int(os.environ.get("WORLD_SIZE", 1))
+    # completions in a step; grpo_math counts prompts instead, and dpo and kto have no --group-size
     group_size = getattr(args, "group_size", 1)
     batch_size = getattr(args, "batch_size", 0) or args.prompts_per_step * group_size
     if batch_size % world or batch_size % group_size:
@@ -223,8 +224,8 @@ def share(items: list, part: int, parts: int) -> list:
 class Signals:
     """Records SIGINT, SIGTERM and SIGHUP, so that a run can save a checkpoint and end (checkpoint.py).
 
-    A signal that comes two seconds later, or more, ends the process at once. An earlier one is the same
-    again: a terminal or a scheduler sends one to every process, and torchrun sends another to its ranks.
+    Further signals within two seconds of the first one count as the same: a terminal or a scheduler sends one
+    to every process, and torchrun sends another to its ranks. A later one ends the process at once.
 
     torchrun kills its ranks 30 seconds after it received a signal. If steps take longer, start it with
     `--shutdown-timeout SECONDS`.
@@ -239,8 +240,9 @@ class Signals:
 
     def handle(self, handler):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
-                signal.signal(number, handler)
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # started by nohup
+            signal.signal(number, handler)
 
     def record(self, number: int, frame):
         if time.monotonic() > self.deadline:
@@ -297,8 +299,8 @@ def load_pretrained(args, auto_class, name: str, dtype):
     if missing or hasattr(model, "peft_config"):
         raise InputError(f"{name} is an adapter (merge it into its model), or lacks weights: {missing}")
     own, lost = type(model).__name__, sorted(info["unexpected_keys"])
-    # Only the policy is loaded in the dtype of the files. Text models of a model that also reads images
-    # (Qwen3.5) lose its other parts without a word from transformers.
+    # From the files of a model that also reads images (Qwen3.5), transformers loads the text model without a
+    # word. It is said once, for the policy, which alone is loaded in the dtype of the files.
     if dtype == "auto" and (lost or own not in (config.architectures or [own])):
         print_main(
             f"only a {own} is trained and written, of the {config.architectures} in {name}: not {lost}"
@@ -354,7 +356,7 @@ def open_folder(args, file: str) -> Path:
     folder = Path(broadcast(args.resume or args.output_dir or default))  # by rank 0's clock
     if is_main():
         folder.mkdir(parents=True, exist_ok=True)
-        open_folder.lock = FileLock(folder / ".lock", timeout=0)  # without a name it would be released
+        open_folder.lock = FileLock(folder / ".lock", timeout=0)  # held by the name, until the process ends
         open_folder.lock.acquire()  # raises Timeout if another process uses the folder
         shutil.rmtree(folder / "checkpoints/unfinished", ignore_errors=True)  # left by a killed run
     dist.barrier()
@@ -372,7 +374,7 @@ def export(folder: Path, policy, tokenizer, eos_ids: set[int]):
     for name, weight in full_weights(policy):
         if is_main():
             weights[name] = weight.to("cpu", policy.file_dtypes[name])
-    policy.to(policy.config.dtype)  # save_pretrained writes the model's dtype into config.json
+    policy.to(policy.config.dtype)  # only because save_pretrained writes the model's dtype into config.json
     if is_main():
         # The model's own sampling settings are not those of this training, and transformers refuses to save
         # some of them (a temperature without do_sample).
@@ -416,7 +418,7 @@ def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple], group
     """Prints the model, the number of syncs, the data, and the first example as the policy reads it."""
     first = groups[0][0]
     epochs = args.num_steps * groups_per_step / len(groups)  # online more, because some prompts give no group
-    # The sync at step 0 copies equal weights, and no step follows a sync of the last step.
+    # Not counted: the sync at step 0, when both models are equal, and one in the last step.
     syncs = len(range(args.k, args.num_steps - 1, args.k)) if args.humanline and args.k else 0
     print_main(
         f"model: {args.model}, {policy.num_parameters():,} parameters, {args.dtype}\n"
@@ -457,10 +459,9 @@ class Log:
                 import wandb  # an extra package
 
                 id_file = folder / "wandb_id"  # a resumed run continues its W&B run
-                if not id_file.exists():
-                    write_file(id_file, wandb.util.generate_id())
-                options = {"id": id_file.read_text(), "resume": "allow", "sync_tensorboard": True}
-                wandb.init(project="humanline", name=folder.name, config=vars(args), **options)
+                options = {"id": id_file.read_text() if id_file.exists() else None, "resume": "allow"}
+                options |= {"config": vars(args), "sync_tensorboard": True}
+                write_file(id_file, wandb.init(project="humanline", name=folder.name, **options).id)
             self.writer = SummaryWriter(folder, purge_step=start)
             for name in ("metrics.jsonl", "samples.jsonl"):
                 keep_steps_before(start, folder / name)

@@ -45,17 +45,15 @@ class Sampler:
         uses_vllm = args.engine == "vllm" or (args.engine == "auto" and find_spec("vllm"))
         self.engine_class = VllmEngine if uses_vllm else TransformersEngine
         self.engine = None  # starts when the first samples are needed
+        self.end_after_signal = lambda: None  # replaced when there is something to save
         self.rewards = None  # a function that returns the rewards of samples, (N,)
         if score and not run.will_sample(args):
             raise InputError("SCORE has nothing to score without --online or --eval-dataset")
         if score:
             self.rewards = partial(function_rewards, score)
         elif getattr(args, "reward_model", ""):  # grpo_math grades, and has no such flag
-            # For a reward model without a chat template: what stands between prompt and sample. A policy
-            # without a template continues the prompt's text.
-            separator = "\n" if tokenizer.chat_template else ""
-            model, reward_tokenizer = load_reward_model(args)
-            self.rewards = partial(model_rewards, model, reward_tokenizer, device, separator)
+            is_chat = bool(tokenizer.chat_template)
+            self.rewards = partial(model_rewards, *load_reward_model(args), device, is_chat)
         elif getattr(args, "online", False):
             raise InputError("--online needs a --reward-model or a function as SCORE (docs/grpo.md)")
 
@@ -82,12 +80,15 @@ class Sampler:
             sample = prompt._replace(completion_ids=array("i", ids), text=text, reward=None)
             samples.append(sample._replace(finished=finished))
         metrics = {}
+        # vLLM returns the log-probs of a few samples, transformers none.
         checked = [(sample, logps) for sample, (_, logps) in zip(samples, outputs) if logps]
         if checked:
             metrics["rollout/logp_diff_mean"] = self.check_engine(policy, checked)
         if self.rewards:
             rewards = self.rewards(samples).tolist()
             samples = [sample._replace(reward=reward) for sample, reward in zip(samples, rewards)]
+        # A signal may also have ended programs of a reward function, whose rewards must not be used.
+        self.end_after_signal()
         for name, values in sample_statistics(samples).items():
             metrics[f"rollout/{name}_mean"] = values.mean().item()
         metrics["perf/rollout_time"] = time.perf_counter() - started
@@ -363,15 +364,15 @@ def function_rewards(function, samples: list[Example]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def model_rewards(model, tokenizer, device, separator: str, samples: list[Example]) -> torch.Tensor:
+def model_rewards(model, tokenizer, device, is_chat: bool, samples: list[Example]) -> torch.Tensor:
     """Scores samples with a reward model. The ranks share the work.
 
     The score is the model's one output, or the `score` that a model's own code returns (ArmoRM, the paper's).
     """
-    encoded = tokenize(tokenizer, [reward_input(tokenizer, separator, sample) for sample in samples])
+    encoded = tokenize(tokenizer, [reward_input(tokenizer, is_chat, sample) for sample in samples])
     longest = max(len(ids) for ids in encoded)
-    # transformers' classifiers find a row's last token by this id, and not by the mask. Without it, every
-    # sample is a batch.
+    # transformers' classifiers find a row's last token by this id, and not by the mask. Without it, batches
+    # have one sample.
     pad_id = model.config.get_text_config().pad_token_id
     size = 1 if pad_id is None else max(1, REWARD_TOKENS // longest)
     shortest_first = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))  # less padding
@@ -391,17 +392,20 @@ def model_rewards(model, tokenizer, device, separator: str, samples: list[Exampl
     return as_rewards(scores, len(scores))
 
 
-def reward_input(tokenizer, separator: str, sample: Example) -> str:
+def reward_input(tokenizer, is_chat: bool, sample: Example) -> str:
     """Renders a sample for the reward model, with the model's chat template if it has one.
 
     An unfinished sample is rendered without an end of turn, because the policy did not write one. Without a
-    template, the messages are joined by line breaks, and the sample follows after `separator`.
+    template, the messages are joined by line breaks.
+
+    is_chat: whether the policy has a chat template. Without one, its sample continues the prompt's text.
     """
     messages = as_messages(sample.prompt)
     if tokenizer.chat_template:
         messages.append({"role": "assistant", "content": sample.text})
         return render(tokenizer, messages, continue_final_message=not sample.finished)
-    text = "\n".join(message["content"] for message in messages) + separator + sample.text
+    text = "\n".join(message["content"] for message in messages)
+    text += ("\n" if is_chat else "") + sample.text
     if sample.finished:
         text += tokenizer.eos_token or ""
     return text

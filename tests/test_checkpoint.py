@@ -29,8 +29,9 @@ from helpers import (
 )
 
 import grpo_humanline
+import grpo_math_humanline
 import utils
-from support import checkpoint
+from support import checkpoint, grading
 from utils import Example
 
 STEPS = 14
@@ -53,7 +54,7 @@ FLAGS = {
     "grpo_humanline": [*LABELLED, "--online", "--round-prompts", "10", "--temperature", "1"],
     "grpo_math_humanline": [*MATH.split(), "--eval-samples", "4"],
 }
-KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
+KILL, TERM, INT, HUP = signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
 def lines(folder) -> int:
@@ -170,20 +171,71 @@ def test_a_second_signal_ends_a_run_within_its_step(tmp_path):
     time.sleep(2.5)
     os.kill(process.pid, INT)
     (output,) = finish([process], timeout=30)
-    assert process.exitcode == -INT and "stopping after this step" in output
+    assert process.exitcode == 128 + INT and "stopping after this step" in output
 
 
-def test_a_scheduler_and_torchrun_may_both_send_a_signal(tmp_path):
+@pytest.mark.parametrize("number", [TERM, HUP])
+def test_a_scheduler_and_torchrun_may_both_send_a_signal(number, tmp_path):
     """Slurm sends one to every process, and torchrun another to its ranks: no checkpoint was written."""
     folder = tmp_path / "run"
     (process,) = start_ranks(1, [[*DPO, "--num-steps", "5000", "--output-dir", str(folder)]])
     while lines(folder) < 2 and process.is_alive():
         time.sleep(0.002)
     for _ in range(3):
-        os.kill(process.pid, TERM)
+        os.kill(process.pid, number)
         time.sleep(0.02)
     (output,) = finish([process])
-    assert process.exitcode == 128 + TERM and steps_saved(folder)[0] == lines(folder)
+    assert process.exitcode == 128 + number and steps_saved(folder)[0] == lines(folder)
+
+
+def run_with_judge(script, arguments):
+    """Is a worker: in call SIGNAL_AT of the judge, Ctrl-C also ends its programs, so their samples get 0."""
+    calls = []
+
+    def judge(*arguments):
+        calls.append(arguments)
+        if str(len(calls)) == os.environ.get("SIGNAL_AT"):
+            signal.raise_signal(INT)
+            return [0.0] * len(arguments[-1])
+        if script is grpo_math_humanline:
+            return grade_all(*arguments)
+        return [len(set(sample.text)) for sample in arguments[0]]
+
+    grade_all = grading.grade_all
+    if script is grpo_math_humanline:
+        grading.grade_all = judge
+    else:
+        script.SCORE = judge
+    run_main(script, arguments)
+
+
+JUDGED = "--num-steps 4 --eval-every 2 --eval-samples 2 --k 2 --max-new-tokens 12 --checkpoint-every 0"
+JUDGES = {  # the flags, and the checkpoint that a signal leaves in this call of the judge
+    # an evaluation, a round, an evaluation after two steps, a round, an evaluation after training
+    "dpo_humanline": (
+        "--online --batch-size 4 --round-prompts 8 --temperature 1",
+        {2: [], 3: [2], 5: [4]},
+    ),
+    # the gold answers of two files, an evaluation, a round, and so on
+    "grpo_math_humanline": ("--sample-every 2 --prompts-per-step 4 --group-size 4", {6: [2]}),
+}
+
+
+@pytest.mark.parametrize("script", JUDGES)
+def test_a_reward_that_was_under_way_when_a_signal_came_is_not_used(script, tmp_path, monkeypatch):
+    """Its zeros entered the step, the pool and the checkpoint. The last evaluation ended with status 0."""
+    whole = tmp_path / "whole"
+    flags = [*JUDGED.split(), *JUDGES[script][0].split(), "--output-dir"]
+    run_ranks(1, [[*flags, str(whole)]], run_with_judge, script)
+    for call, saved in JUDGES[script][1].items():
+        folder = tmp_path / str(call)
+        monkeypatch.setenv("SIGNAL_AT", str(call))
+        (process,) = start_ranks(1, [[*flags, str(folder)]], run_with_judge, script)
+        finish([process])
+        assert process.exitcode == 128 + INT and steps_saved(folder) == saved
+        monkeypatch.delenv("SIGNAL_AT")
+        run_ranks(1, [["--resume", str(folder)]], run_with_judge, script)
+        assert_same(folder, whole)
 
 
 def run_with_endless_step(script, arguments):
@@ -356,6 +408,64 @@ def test_the_state_of_another_optimizer_comes_back_as_it_was(tmp_path):
     assert optimizer["param_groups"][0]["d"] == pytest.approx(1.5**5)
     for state in optimizer["state"].values():
         assert state["calls"] == 5 and state["trace"].dtype == torch.bfloat16
+
+
+class PartialAdamW(torch.optim.AdamW):
+    """Trains the last weight alone, whose update has noise."""
+
+    def __init__(self, weights, **settings):
+        super().__init__(list(weights)[-1:], **settings)
+
+    def step(self, closure=None):
+        self.param_groups[0]["params"][0].grad.to_local().mul_(torch.rand(()) + random.random())
+        super().step()
+
+
+class LearnedBeta(torch.optim.AdamW):
+    """Also trains a number that is no weight of the policy."""
+
+    def __init__(self, weights, **settings):
+        super().__init__([*weights, torch.nn.Parameter(torch.zeros(()))], **settings)
+
+
+class LateAdamW(torch.optim.AdamW):
+    """Creates a further state in its second step."""
+
+    def step(self, closure=None):
+        if weight := next(iter(self.state), None) is not None:
+            weight = self.param_groups[0]["params"][0]
+            self.state[weight].setdefault("average", weight.detach().clone())
+        super().step()
+
+
+def run_with_optimizer(script, arguments):
+    torch.optim.AdamW = globals()[os.environ["OPTIMIZER"]]
+    run_main(script, arguments)
+
+
+def test_a_step_leaves_no_gradient_behind_and_a_resumed_one_draws_the_same_numbers(tmp_path, monkeypatch):
+    """Gradients of weights that the optimizer lacks added up, and the resumed run drew the first numbers."""
+    monkeypatch.setenv("OPTIMIZER", "PartialAdamW")
+    flags = [*DPO, "--eval-dataset", "", "--checkpoint-every", "2", "--lr", "1e-6", "--num-steps"]
+    run_ranks(1, [[*flags, "4", "--output-dir", str(tmp_path / "whole")]], run_with_optimizer)
+    run_ranks(1, [[*flags, "2", "--output-dir", str(tmp_path / "run")]], run_with_optimizer)
+    run_ranks(1, [["--resume", str(tmp_path / "run"), "--num-steps", "4"]], run_with_optimizer)
+    assert metrics(tmp_path / "run", True) == metrics(tmp_path / "whole", True)
+    norms = [step["grad_norm"] for step in metrics(tmp_path / "whole")]
+    assert max(norms) < 1.5 * min(norms)
+
+
+@pytest.mark.parametrize(("optimizer", "steps"), [("LearnedBeta", 1), ("LateAdamW", 3)])
+def test_a_state_that_cannot_be_restored_ends_the_run(optimizer, steps, tmp_path, monkeypatch):
+    """It ended at the first checkpoint, a hundred steps later, or was lost without a word."""
+    monkeypatch.setenv("OPTIMIZER", optimizer)
+    folder = tmp_path / "run"
+    flags = [*DPO, "--eval-dataset", "", "--num-steps", "3"]
+    runs = [[*flags, "--output-dir", str(folder)], ["--resume", str(folder), "--num-steps", "4"]]
+    (process,) = start_ranks(1, runs, run_with_optimizer)
+    (output,) = finish([process])
+    assert process.exitcode == 1 and lines(folder) == steps
+    assert {"LearnedBeta": "KeyError", "LateAdamW": "has no place for"}[optimizer] in output
 
 
 def run_with_average(script, arguments):

@@ -32,7 +32,14 @@ from helpers import (
 )
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+)
 
 import dpo_humanline
 import grpo_humanline
@@ -60,9 +67,9 @@ def check(script, *flags):
 @pytest.mark.parametrize(
     ("script", "flags", "said"),
     [
-        (dpo_humanline, ["--k", "-1"], "--k -1: it must be larger"),
-        (grpo_math_humanline, ["--temperature", "0"], "--temperature 0.0: it must be larger"),
-        (dpo_humanline, ["--max-grad-norm", "0"], "--max-grad-norm 0.0: it must be larger"),
+        (dpo_humanline, ["--k", "-1"], "--k -1: it must be at least 0"),
+        (grpo_math_humanline, ["--temperature", "0"], "--temperature 0.0: it must be at least 1e-09"),
+        (dpo_humanline, ["--max-grad-norm", "0"], "--max-grad-norm 0.0: it must be at least 1e-09"),
         (kto_humanline, ["--log-epsilon-P", "0.5"], "--log-epsilon-P must be negative and"),
         (dpo_humanline, ["--log-epsilon-R", "nan"], "--log-epsilon-P must be negative and"),
         (dpo_humanline, ["--model", "gpt2"], "--model gpt2 needs a --dataset"),
@@ -109,6 +116,12 @@ def test_the_first_line_has_only_the_settings_that_differ_from_the_defaults(caps
     parse_args(dpo_humanline, ["--model", "m", "--dataset", "d", "--lr", "5e-6", "--k", "16"])
     (line,) = capsys.readouterr().out.splitlines()
     assert line == "settings that differ from the defaults: dataset d, k 16, model m"
+    flags = ["--model", "m", "--dataset", "d", "--no-humanline"]
+    parse_args(kto_humanline, flags)  # an ablation that changed a second setting without a word
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line == "settings that the paper has only without humanline: max_grad_norm 1.0"
+    parse_args(kto_humanline, [*flags, "--max-grad-norm", "4"])
+    assert "only without" not in capsys.readouterr().out
 
 
 # === Errors ===
@@ -222,6 +235,60 @@ def test_a_model_is_loaded_in_the_dtype_of_its_files(tmp_path):
     assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
 
 
+def test_the_tensors_of_a_model_keep_their_dtypes(tmp_path, one_rank):
+    """A router's bias in fp32 became bf16, and then chose other experts."""
+    settings = dict(num_attention_heads=2, num_key_value_heads=2, q_lora_rank=None, kv_lora_rank=8)
+    settings |= dict(qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, first_k_dense_replace=0)
+    settings |= dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1)
+    settings |= dict(vocab_size=32, hidden_size=16, intermediate_size=16, moe_intermediate_size=8)
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**settings, num_hidden_layers=1)).bfloat16()
+    name = "model.layers.0.mlp.gate.e_score_correction_bias"
+    buffer = model.get_buffer(name)
+    buffer.data = torch.linspace(1, 1.001, len(buffer))
+    model.save_pretrained(tmp_path / "m")
+    AutoTokenizer.from_pretrained(TOY / "policy").save_pretrained(tmp_path / "m")
+    args = parse_args(dpo_humanline, ["--model", str(tmp_path / "m"), "--dtype", "bfloat16"])
+    args.max_new_tokens = 64
+    policy, reference = dpo_humanline.load_models(args, torch.device("cpu"))
+    run.export(tmp_path / "final", policy, AutoTokenizer.from_pretrained(tmp_path / "m"), {2})
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("m", "final"))
+    assert (after[name].dtype, after["lm_head.weight"].dtype) == (torch.float32, torch.bfloat16)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name].float(), before[name].float()) for name in before)
+
+
+def test_policy_and_reference_have_equal_buffers(tmp_path, one_rank):
+    """In bf16, Falcon-H1's factors had two dtypes, and policy and reference differed at step 0."""
+    sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=8)
+    sizes |= dict(
+        num_attention_heads=4, num_key_value_heads=2, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_state=8
+    )
+    FalconH1ForCausalLM(FalconH1Config(**sizes, mamba_d_head=8)).bfloat16().save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(TOY / "policy").save_pretrained(tmp_path)
+    args = parse_args(dpo_humanline, ["--model", str(tmp_path), "--dtype", "bfloat16"])
+    args.max_new_tokens = 64
+    policy, reference = dpo_humanline.load_models(args, torch.device("cpu"))
+    buffers = dict(policy.named_buffers())
+    assert any(buffer.dtype == torch.bfloat16 for buffer in buffers.values())
+    for name, buffer in reference.named_buffers():
+        assert buffers[name].dtype == buffer.dtype and torch.equal(buffers[name], buffer), name
+
+
+def test_what_is_not_trained_is_said(tmp_path, capsys):
+    """The vision tower of Qwen3.5 was gone in final/, without a word."""
+    shutil.copytree(TOY / "policy", tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    config["architectures"] = ["LlamaForConditionalGeneration"]
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    for model, said in (
+        (tmp_path / "m", "only a LlamaForCausalLM is trained and written"),
+        (TOY / "policy", ""),
+    ):
+        run.load_pretrained(dpo_humanline.Args(**SMALL), AutoModelForCausalLM, str(model), "auto")
+        out = capsys.readouterr().out
+        assert said in out and bool(said) == bool(out)
+
+
 def test_a_model_with_too_few_positions_says_what_to_lower():
     config = SimpleNamespace(max_position_embeddings=100, name_or_path="m")
     config.get_text_config = lambda: config
@@ -265,6 +332,7 @@ def finished(tmp_path_factory):
 def test_a_run_begins_with_what_it_will_do(finished):
     folder, said = finished
     assert f"\nmodel: {TOY / 'policy'}, 112,320 parameters, float64\n" in said
+    assert "\nhumanline: True, k 2: 1 syncs change the reference\n" in said
     assert "\ndata: 128 rows; 4 steps of 8: 0.2 epochs\n" in said and f"\nfiles: {folder}\n" in said
     assert "\nthe first prompt:\n<|user|> for " in said and re.search(r"completion:\n.* <\|end\|>\n", said)
 
@@ -337,12 +405,14 @@ def test_track_sends_the_metrics_of_tensorboard_to_weights_and_biases(tmp_path):
     pytest.importorskip("wandb")
     command = [sys.executable, ROOT / "dpo_humanline.py", *SHORT, "--track", "--output-dir", tmp_path / "run"]
     environment = os.environ | {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [*map(str, command)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    content = file.read_bytes()
+    options = dict(cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    resume = [*command[:2], "--resume", tmp_path / "run", "--num-steps", "5"]
+    for words in (command, resume):
+        done = subprocess.run([*map(str, words)], **options)
+        assert done.returncode == 0, done.stderr[-2000:]
+    files = [*(tmp_path / "wandb").glob("offline-run-*/*.wandb")]
+    assert len({file.stem for file in files}) == 1 < len(files)  # a resumed run is one run
+    content = min(files, key=lambda file: file.parent.name).read_bytes()
     assert b"rewards/margins" in content and b"log_epsilon_P" in content
 
 

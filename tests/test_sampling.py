@@ -267,7 +267,7 @@ def test_a_reward_model_reads_the_rendered_conversation_and_its_last_token(one_r
             expected.append(model(input_ids=ids).logits.item())
     pad_id = model.config.pad_token_id
     for model.config.pad_token_id in (None, pad_id):  # a model without a pad token reads one by one
-        scores = sampling.model_rewards(model, tokenizer, CPU, "", samples)
+        scores = sampling.model_rewards(model, tokenizer, CPU, False, samples)
         assert scores.tolist() == pytest.approx(expected, abs=1e-5)
 
 
@@ -279,13 +279,13 @@ def score_in_rank(script, arguments):
     dist.init_process_group("gloo")
     sampling.REWARD_TOKENS = 12  # every sample is a batch, so both ranks have some
     model, tokenizer = sampling.load_reward_model(parse_args(script, arguments))
-    print(json.dumps(sampling.model_rewards(model, tokenizer, CPU, "", SCORED).tolist()))
+    print(json.dumps(sampling.model_rewards(model, tokenizer, CPU, False, SCORED).tolist()))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def test_every_rank_has_the_rewards_of_all_samples(one_rank, reward_model):
-    expected = sampling.model_rewards(*reward_model, CPU, "", SCORED).tolist()
+    expected = sampling.model_rewards(*reward_model, CPU, False, SCORED).tolist()
     flags = ["--reward-model", f"{TOY}/reward_model"]
     for output in finish(start_ranks(2, [flags], score_in_rank)):
         assert json.loads(output.splitlines()[-1]) == pytest.approx(expected, abs=1e-5)
@@ -313,7 +313,7 @@ def test_the_score_of_a_reward_model_with_its_own_code_is_used(one_rank, reward_
     args = dpo_humanline.Args(reward_model=str(tmp_path / "own"), trust_remote_code=True, max_length=128)
     samples = [Example("for king", [], text="rose"), Example("for boy", [], text="iris")]
     own, plain = (
-        sampling.model_rewards(*loaded, CPU, "", samples)
+        sampling.model_rewards(*loaded, CPU, False, samples)
         for loaded in (sampling.load_reward_model(args), reward_model)
     )
     assert own.tolist() == pytest.approx((2 * plain).tolist()) and plain[0] != plain[1]

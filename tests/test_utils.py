@@ -7,7 +7,6 @@ from array import array
 import pytest
 import torch
 import torch.nn.functional as F
-import varlen_kernel
 from helpers import PAIRS, TOY, metrics, note_batches, parse_args, run_here, run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -296,11 +295,8 @@ def test_packed_attention_refuses_what_it_would_ignore(attention, option):
     settings = dict(attention_mask=None, scaling=0.5, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths)
     settings |= dict(max_length_q=9, max_length_k=9, position_ids=torch.arange(12)[None], use_cache=False)
     settings |= dict(sliding_window=9, dropout=0.0, s_aux=None)
-    varlen_kernel.register()
     states = torch.randn(1, 4, 12, 8)
     module = torch.nn.Module()
-    output, _ = utils.ATTENTION[attention](module, states, states, states, **settings)
-    assert output.shape == (1, 12, 4, 8)
     with pytest.raises(TypeError, match="packed attention has no"):
         settings[option] = OPTIONS[option]
         utils.ATTENTION[attention](module, states, states, states, **settings)
@@ -338,23 +334,6 @@ def test_a_packed_model_does_not_run_without_where_its_sequences_start(attention
     model.set_attn_implementation(attention)
     with pytest.raises(TypeError, match="cu_seq_lens_q"):
         model(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
-
-
-@pytest.mark.parametrize("shared", [{}, {"enable_gqa": True}])  # as in torch 2.11, and later
-def test_the_kernel_of_a_gpu_gets_the_sequences(shared, monkeypatch):
-    model = build("llama", SIZES)
-    choose_attention(model, LONGEST, torch.float32)
-    input_ids, mask = pad_batch(EXAMPLES, "cpu")
-    expected = token_logps(model, input_ids, mask)
-    wanted = torch.autograd.grad(expected.sum(), model.parameters())
-    varlen_kernel.register()
-    shared = shared if utils.SHARED_HEADS else {}
-    monkeypatch.setattr(utils, "SHARED_HEADS", shared)
-    model.set_attn_implementation("varlen")
-    logps = token_logps(model, input_ids, mask)
-    torch.testing.assert_close(logps, expected, rtol=1e-9, atol=1e-9)
-    gradients = torch.autograd.grad(logps.sum(), model.parameters())
-    torch.testing.assert_close(gradients, wanted, rtol=1e-9, atol=1e-9)
 
 
 # --- the trial at startup ---
@@ -584,9 +563,8 @@ def test_a_model_with_weights_that_get_no_gradient_resumes_bit_for_bit(tmp_path)
 
 
 @pytest.mark.slow
-def test_compiled_blocks_give_the_same_and_are_compiled_once(one_rank, monkeypatch):
-    """With varlen, the kernel of a GPU, and inside of blocks that are computed again in backward."""
-    varlen_kernel.register()
+def test_compiled_blocks_give_the_same_and_are_compiled_once(one_rank):
+    """Also inside of blocks that are computed again in backward."""
     args = parse_args(dpo_humanline, ["--dtype", "float32"])
     torch._dynamo.reset()
     models = []
@@ -594,7 +572,6 @@ def test_compiled_blocks_give_the_same_and_are_compiled_once(one_rank, monkeypat
         args.gradient_checkpointing = args.compile
         policy, _ = dpo_humanline.load_models(args, torch.device("cpu"))  # with the loop
         models.append(policy)
-        monkeypatch.setattr(utils, "attention_candidates", lambda *_: ["varlen"])
     draw = random.Random(0)
     graphs = []
     for step in range(6):
