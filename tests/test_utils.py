@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import PAIRS, TOY, metrics, note_batches, parse_args, run_here, run_ranks
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mamba2Config, Mamba2ForCausalLM
 
 import dpo_humanline
 import utils
@@ -374,6 +374,19 @@ def test_a_model_that_multiplies_its_logits_is_refused(kind, factor, dtype):
     """The model would multiply the log-probs that its head returns."""
     model = build(kind, SIZES | factor, dtype)
     with pytest.raises(utils.InputError, match="--model: .* a factor"):
+        choose_attention(model, LONGEST, torch.float32)
+
+
+def test_the_trial_allows_the_noise_of_the_dtype_in_which_a_model_computes(one_rank):
+    """Mamba 2's head returns fp32 logits in bf16 too, and the model was refused as if it had dropout."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=99, hidden_size=32, num_hidden_layers=2, state_size=8, chunk_size=8)
+    model = Mamba2ForCausalLM(Mamba2Config(**sizes, num_heads=4, head_dim=16, n_groups=1)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(3 if weight.dim() > 1 else 1)
+    assert choose_attention(model.bfloat16(), LONGEST, torch.bfloat16) == "eager"
+    with pytest.raises(utils.InputError, match="no attention gives the log-probs of a plain forward pass"):
         choose_attention(model, LONGEST, torch.float32)
 
 
