@@ -319,7 +319,7 @@ def encode_row(args, tokenizer, eos_ids, row):
     Raises data.SkipRow to skip the row, and utils.InputError to end the run because the row is malformed.
     """
     prompt = data.read_prompt(row)
-    completions = [] if row.get("chosen") is None else [row["chosen"], row["rejected"]]
+    completions = [] if row.get("chosen") is None else data.read_columns(row, "chosen", "rejected")
     return data.encode(args, tokenizer, eos_ids, prompt, completions, row if SCORE else None)
 
 

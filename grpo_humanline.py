@@ -353,7 +353,7 @@ def encode_row(args, tokenizer, eos_ids, row):
     prompt = data.read_prompt(row)
     completions, scores = row.get("completions") or [], row.get("scores")
     if row.get("chosen") is not None:
-        completions = [row["chosen"], row["rejected"]]
+        completions = data.read_columns(row, "chosen", "rejected")
         scores = [1, 0]  # any two rewards in this order give the advantages 1 and -1 (C.1.3)
     examples = data.encode(args, tokenizer, eos_ids, prompt, completions, row if SCORE else None)
     if not completions:

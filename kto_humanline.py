@@ -393,7 +393,7 @@ def encode_row(args, tokenizer, eos_ids, row):
             raise utils.InputError("label must be true or false")
         completions, labels = [row["completion"]], [bool(row["label"])]
     elif row.get("chosen") is not None:
-        completions, labels = [row["chosen"], row["rejected"]], [True, False]
+        completions, labels = data.read_columns(row, "chosen", "rejected"), [True, False]
     examples = data.encode(args, tokenizer, eos_ids, prompt, completions, row if SCORE else None)
     return tuple(example._replace(desirable=label) for example, label in zip(examples, labels))
 

@@ -81,16 +81,18 @@ def load_groups(args, tokenizer, eos_ids: set[int], name: str, split: str, encod
             try:
                 group = encode_row(args, tokenizer, eos_ids, split_conversations(row))
                 results.append((number, group))
-            except SkipRow as reason:
-                results.append((number, str(reason)))
+            except (SkipRow, InputError) as error:
+                results.append((number, error))
             except Exception as error:
                 error.add_note(f"{name}, row {number}")
                 raise
         if not chunk:
             break
         for number, result in sorted(sum(run.gather(results), [])):
-            if isinstance(result, str):
-                skipped.setdefault(result, []).append(number)
+            if isinstance(result, InputError):  # on all ranks
+                raise InputError(f"{name}, row {number}: {result}")
+            if isinstance(result, SkipRow):
+                skipped.setdefault(str(result), []).append(number)
             else:
                 groups.append(result)
     # Truncated completions have no EOS token.
@@ -123,12 +125,19 @@ def split_conversations(row):
 
 def read_prompt(row) -> str | list:
     """Returns the prompt of a row. Raises InputError if it has none, or a part of it in another column."""
-    if row.get("prompt") is None:
-        raise InputError(f"no prompt in the columns {', '.join(row)}")
+    (prompt,) = read_columns(row, "prompt")
     for column in ("system", "input", "history", "tools"):  # of other formats, such as Alpaca's
         if row.get(column):
             raise InputError(f"the column {column!r} would be ignored: make it part of the prompt")
-    return row["prompt"]
+    return prompt
+
+
+def read_columns(row, *columns: str) -> list:
+    """Returns the values of some columns. Raises InputError if a row has no value in one of them."""
+    for column in columns:
+        if row.get(column) is None:
+            raise InputError(f"no value for {column!r} in the columns {', '.join(row)}")
+    return [row[column] for column in columns]
 
 
 def check_groups(name: str, groups: list[tuple], size: int, needed: int):

@@ -44,12 +44,12 @@ def exit_on_input_error():
     """Ends the run with one line on stderr and exit status 1 after an InputError.
 
     An InputError is a mistake in the flags, files or rows that users make often. Every other exception keeps
-    its traceback. Notes that were added to the error, such as the row, stand before its message.
+    its traceback.
     """
     try:
         yield
     except InputError as error:
-        raise SystemExit(": ".join(["error", *getattr(error, "__notes__", []), str(error)])) from None
+        raise SystemExit(f"error: {error}") from None
 
 
 @contextmanager

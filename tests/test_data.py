@@ -349,8 +349,10 @@ def test_held_out_rows_keep_their_completions_or_have_none(tmp_path, one_rank, s
         (
             dpo_humanline,
             {"question": "Hi", "chosen": "a", "rejected": "b"},
-            "no prompt in the columns question",
+            "no value for 'prompt' in the columns question",
         ),
+        (dpo_humanline, {"prompt": "Hi", "chosen": "a"}, "no value for 'rejected' in the columns prompt"),
+        (kto_humanline, PAIR | {"rejected": None}, "no value for 'rejected' in the columns prompt"),
         (kto_humanline, LABELLED | {"label": None}, "label must be true or false"),
         (kto_humanline, LABELLED | {"label": "true"}, "label must be true or false"),
         (
@@ -362,7 +364,7 @@ def test_held_out_rows_keep_their_completions_or_have_none(tmp_path, one_rank, s
     ],
 )
 def test_a_malformed_row_ends_the_run_with_file_and_row(load, script, row, said):
-    """Many templates lose other parts of messages than these. A prompt's answer was followed by another."""
+    """On all ranks, because they share the reading."""
     groups, told = load([FINE[script], row], script=script)
     assert groups == [] and re.search(f"^error: .*rows.jsonl, row 2: .*{re.escape(said)}", told), told
 
