@@ -340,7 +340,13 @@ def encode_row(args, tokenizer, eos_ids, row):
     answer = row.get("answer", row.get("solution"))  # MATH: the solution, in whose box the answer stands
     if prompt is None or answer is None:
         raise utils.InputError(f"no problem (question) or answer (solution) in the columns {', '.join(row)}")
+    if not isinstance(answer, str | int | float):
+        raise data.SkipRow("the answer is neither a text nor a number")
     answer = str(answer).rpartition("####")[2]  # GSM8K
+    # Prose would count as an answer, but no completion would ever equal it.
+    marked = any(mark in answer for mark in ("\\boxed", "\\fbox", "<answer>"))
+    if "answer" not in row and not marked and len(answer.split()) > 1:
+        raise data.SkipRow("the solution has no \\boxed")
     if args.system_prompt:
         system = {"role": "system", "content": args.system_prompt}
         prompt = [system, {"role": "user", "content": prompt}]
@@ -491,10 +497,16 @@ GRADE = grading.grade
 
 
 def keep_gradable(grader, name: str, groups: list[tuple]) -> list[tuple]:
-    """Returns the groups whose gold answer can be graded."""
+    """Returns the groups whose gold answer can be graded: GRADE does not return None.
+
+    Raises utils.InputError if GRADE fails: it raises an exception or reaches a limit.
+    """
     # Every gold answer is compared with a dummy answer, π, only to see whether there is a verdict within the
-    # limits. Compared with itself, a gold answer could be found equal without being computed.
-    verdicts = grading.grade_all(grader, GRADE, [(group[0].answer, "\\pi", "") for group in groups])
+    # limits. Compared with itself, a gold answer could be found equal without being computed. Problems with
+    # the same gold answer share the verdict for one of them.
+    problems = {group[0].answer: group[0].question for group in groups}
+    jobs = [(group[0].answer, "\\pi", problems[group[0].answer]) for group in groups]
+    verdicts = grading.grade_all(grader, GRADE, jobs, name)
     kept = [group for group, verdict in zip(groups, verdicts) if verdict is not None]
     run.print_main(f"{name}: {len(kept)} of {len(groups)} gold answers can be graded")
     return kept

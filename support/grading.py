@@ -7,6 +7,7 @@ grpo_math_humanline.py.
 import logging
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import traceback
@@ -16,8 +17,11 @@ from multiprocessing import forkserver, resource_tracker
 import torch.distributed as dist
 
 from support import run
+from utils import InputError
 
 TIME_LIMIT = 5.0  # CPU seconds for grading one answer
+# Terminals, torchrun and Slurm send these signals to all processes of a run, which then finishes its step.
+SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 def start_grader():
@@ -26,27 +30,35 @@ def start_grader():
     Some answers, for example 9^{9^{9^9}}, let sympy compute forever, use up the memory or crash. Then only
     the worker ends, and a new one replaces it.
     """
-    from pebble import ProcessPool
+    from pebble import CONSTS, ProcessPool
 
+    # Workers survive the SIGTERM with which pebble stops them. So SIGKILL follows at once, and not after the
+    # usual three seconds for each worker.
+    CONSTS.term_timeout = 0
     # A fork could inherit locks that threads of CUDA and gloo hold.
     context = multiprocessing.get_context("forkserver")
     # Every worker imports the main script, and with it these modules, which takes seconds. The fork server
     # imports them once, and workers inherit them. (transformers imports lazily, so the module of
     # AutoModelForCausalLM is named.)
     context.set_forkserver_preload(["torch", "transformers.models.auto.modeling_auto", "math_verify"])
-    # torchrun and Slurm send SIGTERM to all processes of a run, which then finishes its step. So the server
-    # and its workers inherit a mask that blocks it. (Starting the resource tracker would remove the mask.)
+    # The server and its workers inherit a mask that blocks SIGNALS, which `start_worker` removes. (Starting
+    # the resource tracker would remove it, too.)
     resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     forkserver.ensure_running()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     workers = min(8, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) or 1
     # A worker is replaced after 1000 answers, because the parser's caches grow.
     return ProcessPool(workers, max_tasks=1000, initializer=start_worker, context=context)
 
 
 def start_worker():
-    """Sets the memory limit of a worker."""
+    """Lets a worker survive SIGNALS, and sets its memory limit."""
+    for number in SIGNALS:
+        # Programs that a grader starts inherit blocked and ignored signals, and then `timeout` could not end
+        # them. They do not inherit a handler.
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     logging.disable(logging.WARNING)  # math_verify warns that its own time limit is off
     resource.setrlimit(resource.RLIMIT_DATA, (2**32, 2**32))  # 4 GiB, of which the imports take an eighth
 
@@ -70,20 +82,24 @@ def run_job(function, job: tuple, limit: float):
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def grade_all(grader, function, jobs: list[tuple]) -> list:
+def grade_all(grader, function, jobs: list[tuple], dataset: str = "") -> list:
     """Returns the verdict of a function for every (gold answer, text, problem). The ranks share the work.
 
     A verdict is a float. It is None if the function returned None or raised an exception, or if its worker
     reached a limit or crashed. A text of the policy must never end the run, because a resumed run would
     sample the same text again.
 
-    function: `grade` or another one with its arguments.
+    Args:
+        function: `grade` or another one with its arguments.
+        dataset: the data set whose gold answers are tried before training. Then a failure raises InputError,
+            because a grader that fails now and then would drop other problems at every start.
     """
     distinct = list(dict.fromkeys(jobs))
-    share = run.share(distinct, dist.get_rank(), dist.get_world_size())
-    # The timeout is wall-clock time, far above TIME_LIMIT. It ends a worker that waits for something.
-    timeout = 20 * TIME_LIMIT
-    futures = [grader.schedule(run_job, (function, job, TIME_LIMIT), timeout=timeout) for job in share]
+    futures = [
+        # The timeout is wall-clock time, far above TIME_LIMIT. It ends a worker that waits for something.
+        grader.schedule(run_job, (function, job, TIME_LIMIT), timeout=20 * TIME_LIMIT)
+        for job in run.share(distinct, dist.get_rank(), dist.get_world_size())
+    ]
     results = []
     for future in futures:
         try:
@@ -92,12 +108,17 @@ def grade_all(grader, function, jobs: list[tuple]) -> list:
             raise
         except Exception as error:
             results.append(f"its worker reached a limit or crashed: {error!r}")
-    results = sum(run.gather(results), [])
-    failures = [result for result in results if isinstance(result, str)]
-    if failures:
-        run.print_main(f"{len(failures)} answers could not be graded; the first: {failures[0]}")
-    by_job = {job: None if isinstance(result, str) else result for job, result in zip(distinct, results)}
-    return [by_job[job] for job in jobs]
+    verdicts = dict(zip(distinct, sum(run.gather(results), [])))
+    failed = [job for job, verdict in verdicts.items() if isinstance(verdict, str)]
+    if failed:
+        if dataset:
+            raise InputError(
+                f"{dataset}: the grader failed on (gold answer, text, problem) {failed[0]}. It may return "
+                f"None to drop a problem. {verdicts[failed[0]]}"
+            )
+        run.print_main(f"{len(failed)} answers could not be graded; the first: {verdicts[failed[0]]}")
+    verdicts |= dict.fromkeys(failed)
+    return [verdicts[job] for job in jobs]
 
 
 def grade(gold: str, text: str, problem: str) -> bool | None:
@@ -108,11 +129,9 @@ def grade(gold: str, text: str, problem: str) -> bool | None:
     from math_verify import verify
 
     gold_value = parse_answer(gold)
-    value = parse_answer(text)
     if gold_value is None:
         return None
-    if value is None:
-        return False
+    value = parse_answer(text)  # None, if there is no answer, is never equal
     # An echo of the problem, 17 + 25, is no answer, but 42 and 17 + 25 = 42 are. An irrational number may
     # have any form, because it is never worked out.
     answer = getattr(value, "rhs", value)
@@ -134,6 +153,7 @@ def parse_answer(text: str):
     if "\\boxed" not in text:
         text = text.lstrip(" \n*$").rstrip(" \n*$.")  # **5**. -> 5
         text = f"\\boxed{{{text}}}"
+    text = re.sub(r"(\d)e([+-]?\d+)", r"\1 \\cdot 10^{\2}", text)  # 5e-05, as Python writes a number
     config = LatexExtractionConfig(boxed_match_priority=0)
     found = parse(text, [config], extraction_mode="first_match", parsing_timeout=None)  # [value, LaTeX]
     return found[0] if found else None

@@ -6,6 +6,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -13,10 +15,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import SHARED, read_rows
+from helpers import ROOT, SHARED, read_rows
+from transformers import AutoTokenizer
 
 import grpo_math_humanline as script
 from support import grading
+from support.data import SkipRow
 from support.grading import grade, grade_all, start_grader
 from utils import Example, InputError
 
@@ -140,6 +144,30 @@ def test_a_computed_number_is_an_answer(text):
     assert grade("43", text, "What is 17 + 26?") is False
 
 
+LIBRARY = [
+    ("5", "--5"),
+    (r"10\%", "10"),
+    ("101_2", "101"),
+    ("(1,2)", r"\{1,2\}"),
+    ("7", r"7 \text{ dollars}"),
+]
+LIBRARY += [
+    ("4, 5", r"\boxed{4} is one, the other is \boxed{5}"),
+    ("5", r"\boxed{4}, no, it is" + " " * 60 + r"\boxed{5}"),
+]
+REFUSED = [("7", "7 dollars"), ("3", r"\boxed 3"), ("10", r"10\%"), ("5", r"\boxed{4}, no, \boxed{5}")]
+
+
+def test_the_verdicts_of_docs_grpo_math():
+    assert accepted(LIBRARY + REFUSED) == LIBRARY
+
+
+def test_a_power_of_ten_is_read_as_python_writes_it_and_is_no_answer():
+    for gold in ("1e5", "1e+05", "100000"):
+        assert accepted([(gold, "100000"), (gold, "10000")]) == [(gold, "100000")]
+    assert accepted([("100000", "1e5"), ("5", "5e0"), ("5", "x = 0.5e1")]) == []
+
+
 def test_grade_leaves_no_timer_behind():
     """A notebook in which `grade` was called died five CPU seconds later."""
     assert grade("5", "\\boxed{5}", "What is 2+3?") is True
@@ -185,25 +213,99 @@ def test_a_grader_may_give_a_part_of_the_points_as_any_number(grader, monkeypatc
     assert type(sample.reward) is float and sample.reward == reward
 
 
-def test_rewards_that_are_not_finite_or_have_no_weight_are_refused(grader, monkeypatch):
-    group = [Example("", [1], text="nan")]
-    accuracy = {"accuracy": 8.0, "format": 1.0}
-    for weights in (accuracy, accuracy | {"tag_count": 1.0, "brevity": 1.0}):
-        monkeypatch.setattr(script, "WEIGHTS", weights)
-        with pytest.raises(InputError, match=list(weights)[-1]):
-            script.grade_samples(grader, [group])
-    monkeypatch.setattr(script, "WEIGHTS", accuracy | {"tag_count": 1.0})
+def test_rewards_that_are_not_finite_are_refused(grader, monkeypatch):
     monkeypatch.setattr(script, "GRADE", number)
     with pytest.raises(InputError, match="1 finite numbers"):
-        script.grade_samples(grader, [group])
+        script.grade_samples(grader, [[Example("", [1], text="nan")]])
 
 
-def test_gold_answers_without_a_value_are_dropped_and_counted(grader, capsys, monkeypatch):
-    monkeypatch.setattr(grading, "TIME_LIMIT", 1.0)
-    answers = ["5", "", ENDLESS, "so \\boxed{5}.", r"\frac\pi 4", " "]
-    groups = [(Example("", [], answer=answer),) for answer in answers]
+# --- gold answers ---
+
+
+def problems(answers: list) -> list:
+    """Returns groups with these gold answers."""
+    return [(Example(f"problem {number}", [], answer=answer),) for number, answer in enumerate(answers)]
+
+
+def test_gold_answers_without_a_value_are_dropped_and_counted(grader, capsys):
+    groups = problems(["5", "", "\\boxed{}", "so \\boxed{5}.", r"\frac\pi 4", " "])
     assert script.keep_gradable(grader, "x.jsonl", groups) == [groups[0], groups[3], groups[4]]
     assert "x.jsonl: 3 of 6 gold answers can be graded" in capsys.readouterr().out
+
+
+def fail_for_seven(gold, text, problem):
+    """Fails for one of many gold answers, and gives no verdict on an empty one."""
+    if gold == "7":
+        raise RuntimeError("no connection")
+    return text == gold if gold else None
+
+
+@pytest.mark.parametrize(
+    ("function", "answer", "why"),
+    [(fail_for_seven, "7", "no connection"), (grade, ENDLESS, "ProcessExpired")],
+)
+def test_a_gold_answer_that_fails_is_named_and_ends_the_run(grader, monkeypatch, function, answer, why):
+    """It was dropped without a word, and the next start trained on other problems."""
+    monkeypatch.setattr(grading, "TIME_LIMIT", 1.0)
+    monkeypatch.setattr(script, "GRADE", function)
+    with pytest.raises(InputError, match=f"(?s)x.jsonl: .*{re.escape(answer)}.*problem 2.*{why}"):
+        script.keep_gradable(grader, "x.jsonl", problems(["5", "", answer, "8"]))
+    graded, _, stopped = script.grade_samples(grader, [[Example("", [], text="8", answer=answer)]])
+    assert graded[0].correct == 0 and stopped == 1  # in training it is a wrong answer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(script.TOY["model"])
+
+
+def read_problem(tokenizer, **columns) -> tuple:
+    """Returns the group of a row with these columns."""
+    args = script.Args(system_prompt="")
+    return script.encode_row(args, tokenizer, {tokenizer.eos_token_id}, {"problem": "4 2", **columns})
+
+
+LISTS = [["4", "5"], [4], [], [["4"]], {"value": 4}, {}, [{"value": 4}], ("4",), b"4"]
+PROSE = ["Adding 2 and 3 gives 5.", "First we add.\n\nThen $x = 5$.", "The answer is 5", "We\nsee it."]
+
+
+@pytest.mark.parametrize("columns", [{"answer": x} for x in LISTS] + [{"solution": x} for x in LISTS + PROSE])
+def test_answers_that_no_completion_can_equal_are_skipped(tokenizer, columns):
+    with pytest.raises(SkipRow, match="answer is neither a text nor a number|solution has no .boxed"):
+        read_problem(tokenizer, **columns)
+
+
+ANSWERS = [  # a gold answer, an answer that is paid, and one that is not
+    ("He has 3 * 24 = <<3*24=72>>72.\n#### 72", "72", "73"),  # GSM8K
+    ("We get $\\boxed{72}$.", "72", "73"),  # MATH
+    ("We get $\\fbox{72}$.", "72", "73"),
+    ("<answer> 72 </answer>", "72", "73"),
+    ("72", "72", "73"),
+    ("$\\frac{1}{2}$", "0.5", "0.6"),
+    (72, "72", "73"),
+    (72.0, "72", "73"),
+    (-0.5, "-1/2", "1/2"),
+    (0.00005, "0.00005", "0.0005"),
+    (1e22, "1" + "0" * 22, "1" + "0" * 21),
+]
+TEXTS = [(r"\text{Evelyn}", "Evelyn", "Eve"), ("no solution", "No solution.", "0"), ("5 or 7", "7, 5", "5")]
+
+
+@pytest.mark.parametrize(
+    ("column", "answer", "right", "wrong"),
+    [("answer", *case) for case in ANSWERS + TEXTS] + [("solution", *case) for case in ANSWERS],
+)
+def test_texts_and_numbers_are_answers(tokenizer, column, answer, right, wrong):
+    gold = read_problem(tokenizer, **{column: answer})[0].answer
+    assert (grade(gold, right, ""), grade(gold, wrong, "")) == (True, False)
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the MATH problems")
+@pytest.mark.parametrize("column", ["answer", "solution"])
+def test_all_problems_of_math500_stay(grader, tokenizer, column):
+    rows = read_rows(SHARED / "math" / "math500_test.jsonl")[::5]
+    found = [read_problem(tokenizer, **{column: row[column]}) for row in rows]
+    assert script.keep_gradable(grader, "math", found) == found
 
 
 # --- limits, and what comes from a worker ---
@@ -252,11 +354,12 @@ def grade_slowly(gold, text, problem):
 def end_all_processes():
     pids = [process.pid for process in multiprocessing.active_children()]
     for pid in [*pids, multiprocessing.forkserver._forkserver._forkserver_pid]:
-        os.kill(pid, signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            os.kill(pid, number)
 
 
 def grade_through_signals(verdicts):
-    """Is a process that grades while SIGTERM comes and after it came."""
+    """Is a process that grades while signals come and after they came."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     os.cpu_count = lambda: 4
     pool = start_grader()
@@ -274,13 +377,54 @@ def grade_through_signals(verdicts):
 
 @pytest.mark.slow
 def test_a_signal_for_all_processes_of_a_run_changes_no_verdict():
-    """torchrun and Slurm send SIGTERM to the workers, too. Right answers became wrong without a word."""
+    """Ctrl-C, a lost terminal, torchrun and Slurm reach the workers, too. Right answers became wrong."""
     context = multiprocessing.get_context("spawn")
     verdicts = context.SimpleQueue()
     process = context.Process(target=grade_through_signals, args=(verdicts,))
     process.start()
     process.join(120)
     assert process.exitcode == 0 and [verdicts.get() for _ in range(4)] == [1, 0, 0, 0]
+
+
+RAISES = """
+import os
+import torch.distributed as dist
+from support.grading import grade, grade_all, start_grader
+os.cpu_count = lambda: 8
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+pool = start_grader()
+grade_all(pool, grade, [("5", str(number), "") for number in range(40)])
+print("graded", flush=True)
+raise ValueError("an error in a loss")
+"""
+
+
+@pytest.mark.slow
+def test_an_error_in_the_script_ends_it_without_waiting_for_workers():
+    """It took three seconds for each of the eight workers."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", RAISES], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout.readline() == "graded\n"
+    started = time.monotonic()
+    _, told = process.communicate(timeout=60)
+    assert time.monotonic() - started < 15
+    assert process.returncode == 1 and told.endswith("ValueError: an error in a loss\n")
+
+
+def run_programs(gold, text, problem):
+    """Returns whether `timeout` and a signal end programs that would run for a minute."""
+    name = text.removeprefix("SIG")
+    late = subprocess.run(["timeout", f"--signal={name}", "0.2", "sleep", "60"], timeout=5).returncode
+    program = subprocess.Popen(["sleep", "60"])
+    program.send_signal(signal.Signals[text])
+    return late == 124 and program.wait(5) == -signal.Signals[text]
+
+
+def test_signals_end_the_programs_of_a_grader(grader):
+    """Programs inherited the workers' mask, and ran until the limit of wall-clock time."""
+    names = ["SIGTERM", "SIGHUP", "SIGINT"]
+    assert grade_all(grader, run_programs, [("", name, "") for name in names]) == [1, 1, 1]
 
 
 def test_bombs_cost_the_time_limit_and_not_the_run(grader, monkeypatch):
