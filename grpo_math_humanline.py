@@ -216,12 +216,14 @@ def main(args: Args):
     run.print_plan(args, output_dir, policy, tokenizer, problems, args.prompts_per_step)
     # The initial policy is the baseline of all evaluations, also of a resumed run. So it is evaluated, and
     # its weights are copied for eval/kl, before a checkpoint is loaded.
-    initial_weights = sampling.copy_weights(reference) if held_out else []
+    initial_weights = sampling.copy_weights(reference) if held_out else []  # equal to the policy's until then
     before = evaluate(args, policy, reference, initial_weights, sampler, grader, held_out)
     # The steps that are done, and the pool of groups that were sampled but not yet used.
     progress = checkpoint.load_checkpoint(output_dir, policy, reference, optimizer)
+    # After SIGINT, SIGTERM or SIGHUP, a step or the sampler ends the run with a checkpoint.
     signals = run.Signals()
-    state = args, output_dir, policy, reference, optimizer, progress, signals  # for checkpoints
+    state = args, output_dir, policy, reference, optimizer, progress, signals
+    sampler.end_after_signal = partial(checkpoint.end_after_signal, *state)
     shown = ["eval/accuracy", "rewards/accuracy"]
     log = run.Log(args, __file__, output_dir, progress.step, before, shown)
 
@@ -230,7 +232,6 @@ def main(args: Args):
         metrics = {"step": step}
         if step > 0 and args.eval_every and step % args.eval_every == 0:
             evaluation = evaluate(args, policy, reference, initial_weights, sampler, grader, held_out)
-            checkpoint.end_after_signal(*state)
             metrics |= log.write_evaluation(step, evaluation)
         started = time.perf_counter()
 
@@ -242,7 +243,6 @@ def main(args: Args):
             if not args.humanline or args.k == 0:
                 sync_reference(reference, policy)
             new_groups, round_metrics = sample_round(args, sampler, grader, policy, problems, step)
-            checkpoint.end_after_signal(*state)
             progress.pool += new_groups
             metrics |= round_metrics
         batch = progress.pool[: args.prompts_per_step]
@@ -274,8 +274,8 @@ def main(args: Args):
             clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (B, T)
             A = advantages.flatten()[indices].to(logps.dtype)  # (B,)
             losses = grpo_loss(clipped_log_ratio, log_ratio, A, args.beta, args.epsilon)  # (B, T)
-            # Summed over ranks: the mean over all completion tokens of the global batch. A loss of another
-            # shape would broadcast; `view_as` refuses it.
+            # Summed over ranks, this is the mean over all completion tokens of the global batch. `view_as`
+            # only checks the shape, because the loss is often edited.
             loss = (losses.view_as(mask) * mask).sum() / completion_tokens
             loss.backward()
             total_loss += loss.detach()
@@ -293,10 +293,10 @@ def main(args: Args):
 
         # The update. The learning rate rises linearly (warmup: Tables 1 and 2) and then stays constant.
         lr = args.lr * min(1.0, (step + 1) / warmup_steps)
-        for param_group in optimizer.param_groups:  # one here; if parts have their own rates, scale each
+        for param_group in optimizer.param_groups:
             param_group["lr"] = lr
         optimizer.step()
-        policy.zero_grad()  # also of weights that an optimizer does not have
+        policy.zero_grad()
 
         dist.all_reduce(total_loss)
         grad_norm = grad_norm.full_tensor()  # global norm before clipping
@@ -383,24 +383,21 @@ def load_models(args, device):
     # The policy is loaded in the dtype of the files, so that the weights stay memory-mapped and all ranks of
     # a machine share them. It is sharded, and then each rank casts its own shards to fp32, which is exact.
     policy = load("auto").to(torch.float32)
-    # The reference is loaded in its storage dtype. A cast to bf16 would round its buffers, too.
     reference = load(run.storage_dtype(args)).requires_grad_(False)
     # Buffers (RoPE's frequencies, Gemma's embed_scale) must be equal in value and dtype, otherwise log-ratios
-    # would not be 0 at step 0.
+    # would not be 0 at step 0. The cast changed the policy's, so the policy gets the reference's.
     for name, buffer in policy.named_buffers():
         buffer.data = reference.get_buffer(name).clone()
     for model in (policy, reference):
-        # `token_logps` packs the sequences of a micro-batch into one row. If they attended to each other,
-        # log-probs would be wrong without any error. So a short trial sets the fastest attention whose packed
-        # log-probs equal those of a plain forward pass.
+        # Sets the fastest attention that keeps apart the sequences which `token_logps` packs into one row. A
+        # short trial compares it with a plain forward pass.
         attention = utils.choose_attention(model, run.longest_sequence(args), getattr(torch, args.dtype))
         for block in run.decoder_blocks(model):
             if args.compile:
                 block.forward = torch.compile(block.forward, dynamic=True)
             if args.gradient_checkpointing:
-                # Recomputes activations in backward, inside of FSDP's hooks, which gather the weights for it.
-                # transformers' own checkpointing needs train mode, which would start dropout. Compiled code
-                # must be inside, because torch does not compile what calls `recompute`.
+                # Recomputes activations in backward, where FSDP's hooks gather the weights for it.
+                # transformers' own checkpointing needs train mode, which would start dropout.
                 block.forward = partial(recompute, block.forward, use_reentrant=False)
     run.print_main(f"attention: {attention}")  # of both models
     return policy, reference
@@ -416,7 +413,7 @@ def shard_model(args, model, device):
     shard_size = args.shard_size or world
     shape = (world // shard_size, shard_size)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-    if shard_size == world:
+    if shard_size == world:  # one replica: plain FSDP
         mesh = mesh["shard"]
     units = run.decoder_blocks(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -426,16 +423,16 @@ def shard_model(args, model, device):
     # Gradients are summed over ranks in fp32 or wider, because bf16 sums over many ranks lose small terms.
     reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype)
-    # Children before parents, as FSDP2 requires. In a few models, such as Mamba, a unit contains others.
+    # Children before parents, as FSDP2 requires. Of nested units (Mamba), `units` has the outer one first.
     for module in [*reversed(units), model]:
         # By default FSDP2 leaves the root gathered after forward, for use in backward. The reference never
         # runs backward, so its next forward would still use the weights from before a sync.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
         # By default FSDP2 also averages gradients over ranks. The loss is already divided by the global
-        # batch, so they are summed. (gloo needs the second call, and one rank has nothing to sum.)
+        # batch, so they are summed.
         if world > 1:
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+            module.set_force_sum_reduction_for_comms(True)  # the only kind of sum that gloo has
     return model
 
 
@@ -454,6 +451,7 @@ def sample_round(args, sampler, grader, policy, problems: list[tuple], step: int
     problem_samples, metrics = sampler.sample(policy, drawn, args.group_size, seed)
     started = time.perf_counter()
     graded, rewards, num_stopped = grade_samples(grader, problem_samples)
+    sampler.end_after_signal()  # which may have ended programs of the grader
     # The complete samples were graded. Training truncates them.
     samples = [sample.truncate(args.max_length) for sample in graded]
     size = args.group_size
@@ -479,6 +477,7 @@ def evaluate(
     count = args.eval_samples_per_problem
     problem_samples, _ = sampler.sample(policy, problems, count, (args.seed, 0))
     samples, values, _ = grade_samples(grader, problem_samples)  # values: {name: (N,)}
+    sampler.end_after_signal()
     # This adds length, finished and reward, which is the weighted sum of the rewards in `values`.
     values |= sampling.sample_statistics(samples)
     values["kl"] = sampler.kl_from_initial(policy, reference, initial_weights, samples)
@@ -564,10 +563,11 @@ def grpo_metrics(clipped_log_ratio, log_ratio, advantages, epsilon: float):
 
     Args:
         clipped_log_ratio, log_ratio: (B, T) each, as in `grpo_loss`.
-        advantages: (B,). A token is clipped if 1 ± ε stops the gradient of its min(...).
+        advantages: (B,), A of each sequence.
     """
     A = advantages.unsqueeze(-1)  # (B, 1)
     ratio = clipped_log_ratio.exp()
+    # whether 1 ± ε stops the gradient of a token's min(...)
     stopped = ((A > 0) & (ratio > 1 + epsilon)) | ((A < 0) & (ratio < 1 - epsilon))
     return {
         "grpo/ratio_mean": ratio,

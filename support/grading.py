@@ -20,8 +20,6 @@ from support import run
 from utils import InputError
 
 TIME_LIMIT = 5.0  # CPU seconds for grading one answer
-# Terminals, torchrun and Slurm send these signals to all processes of a run, which then finishes its step.
-SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 def start_grader():
@@ -41,33 +39,34 @@ def start_grader():
     # imports them once, and workers inherit them. (transformers imports lazily, so the module of
     # AutoModelForCausalLM is named.)
     context.set_forkserver_preload(["torch", "transformers.models.auto.modeling_auto", "math_verify"])
-    # The server and its workers inherit a mask that blocks SIGNALS, which `start_worker` removes. (Starting
-    # the resource tracker would remove it, too.)
+    # No worker may end by a signal before `start_worker` sets its handlers. So the server starts while these
+    # signals are blocked, and its workers inherit the mask. The resource tracker starts first, because its
+    # start unblocks them.
     resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, run.SIGNALS)
     forkserver.ensure_running()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, run.SIGNALS)
     workers = min(8, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) or 1
     # A worker is replaced after 1000 answers, because the parser's caches grow.
     return ProcessPool(workers, max_tasks=1000, initializer=start_worker, context=context)
 
 
 def start_worker():
-    """Lets a worker survive SIGNALS, and sets its memory limit."""
-    for number in SIGNALS:
-        # Programs that a grader starts inherit blocked and ignored signals, and then `timeout` could not end
-        # them. They do not inherit a handler.
+    """Lets a worker survive the signals that a run handles, and sets its memory limit."""
+    for number in run.SIGNALS:
+        # The signal is not ignored, because programs that a grader starts would ignore it too, and then the
+        # command `timeout` could not end them. They do not inherit a handler.
         signal.signal(number, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, run.SIGNALS)
     logging.disable(logging.WARNING)  # math_verify warns that its own time limit is off
     resource.setrlimit(resource.RLIMIT_DATA, (2**32, 2**32))  # 4 GiB, of which the imports take an eighth
 
 
 def run_job(function, job: tuple, limit: float):
-    """Runs a grading function in a worker. Returns its verdict as a float, None, or a text: what was raised.
+    """Runs a grading function in a worker. Returns its verdict (a float or None), or a traceback as a text.
 
-    Nothing else comes from a worker. SystemExit would end the run as if it were complete, and an object that
-    cannot be unpickled would break the pool.
+    Exceptions themselves are not returned: SystemExit would end the run as if it were complete, and an object
+    that cannot be unpickled would break the pool.
     """
     # After `limit` seconds of CPU time, the signal SIGPROF ends this worker. It has no handler, because
     # Python would run one only after the current operation, which may be an endless multiplication. CPU time
@@ -91,8 +90,8 @@ def grade_all(grader, function, jobs: list[tuple], dataset: str = "") -> list:
 
     Args:
         function: `grade` or another one with its arguments.
-        dataset: the data set whose gold answers are tried before training. Then a failure raises InputError,
-            because a grader that fails now and then would drop other problems at every start.
+        dataset: the data set whose gold answers are tried before training. Then a failure raises InputError.
+            Otherwise a grader that fails now and then would drop different problems at every start.
     """
     distinct = list(dict.fromkeys(jobs))
     futures = [
@@ -132,20 +131,25 @@ def grade(gold: str, text: str, problem: str) -> bool | None:
     if gold_value is None:
         return None
     value = parse_answer(text)  # None, if there is no answer, is never equal
-    # An echo of the problem, 17 + 25, is no answer, but 42 and 17 + 25 = 42 are. An irrational number may
-    # have any form, because it is never worked out.
-    answer = getattr(value, "rhs", value)
-    if getattr(answer, "is_number", False) and answer != gold_value:
-        if answer.doit().is_Number and not answer.is_Number:
-            return False
+    answer = getattr(value, "rhs", value)  # 17 + 25 = 42 counts by its right side
+    if answer != gold_value and is_echo(answer):
+        return False
     return verify(gold_value, value, timeout_seconds=None)
+
+
+def is_echo(value) -> bool:
+    """Returns whether a value is a rational number that is not worked out, such as 17 + 25.
+
+    It only repeats the problem. An irrational number may have any form, because it is never worked out.
+    """
+    return getattr(value, "is_number", False) and not value.is_Number and value.doit().is_Number
 
 
 def parse_answer(text: str):
     """Returns the value of the answer in a text as an object of sympy, or None if it has none.
 
     If there is an <answer> tag, only the text in the last one counts. If this text has no box, all of it is
-    put into one. So math_verify finds a plain number, but no formula within a sentence.
+    put into one. This lets math_verify find a plain number. A formula within a sentence must have a box.
     """
     from math_verify import LatexExtractionConfig, parse
 

@@ -221,6 +221,10 @@ def share(items: list, part: int, parts: int) -> list:
     return items[len(items) * part // parts : len(items) * (part + 1) // parts]
 
 
+# Terminals, torchrun and Slurm send these signals to all processes of a run.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 class Signals:
     """Records SIGINT, SIGTERM and SIGHUP, so that a run can save a checkpoint and end (checkpoint.py).
 
@@ -239,7 +243,7 @@ class Signals:
         os.register_at_fork(after_in_child=lambda: self.handle(signal.SIG_DFL))
 
     def handle(self, handler):
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # started by nohup
             signal.signal(number, handler)
