@@ -12,6 +12,8 @@
 # the figure shows DPO and KTO; they are below. A sync here copies local shards, whereas the authors' sync
 # gathers a state dict. So the ratio of offline + humanline to offline may be another one.
 
+[ -e runs/armorm ] || python paper/armorm.py runs/armorm
+
 LLAMA=(--model meta-llama/Meta-Llama-3-8B-Instruct --dataset princeton-nlp/llama3-ultrafeedback-armorm)
 OFFLINE=("${LLAMA[@]}" --dataset-split "train[:10000]")
 ONLINE=("${LLAMA[@]}" --dataset-split "train[:14000]" --online

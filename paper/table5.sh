@@ -20,6 +20,7 @@
 
 [ -e ref.json ] || curl -fL -o ref.json https://raw.githubusercontent.com/tatsu-lab/alpaca_eval/main/results/gpt4_1106_preview/model_outputs.json
 [ -s ref.jsonl ] || python -c "import json; [print(json.dumps({'prompt': row['instruction']})) for row in json.load(open('ref.json'))]" > ref.jsonl
+[ -e runs/armorm ] || python paper/armorm.py runs/armorm
 
 # The untrained model: one step with a learning rate of 1e-30, which changes nothing. Table 5: LC-WR 45.90;
 # WR 35.45; error 1.54; length not given.

@@ -240,8 +240,9 @@ class TransformersEngine:
         for prompts, seed in tqdm(batches, "sampling", leave=False, disable=not run.is_main()):
             input_ids = pad_rows(prompts, device, side="left").long()
             mask = pad_rows([[1] * len(prompt) for prompt in prompts], device, side="left")
-            torch.manual_seed(seed)  # nothing else in a run draws from torch's random state
-            rows = self.model.generate(input_ids, attention_mask=mask)
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                torch.manual_seed(seed)
+                rows = self.model.generate(input_ids, attention_mask=mask)
             completions = rows[:, input_ids.shape[1] :].tolist()
             outputs += [(truncate_after_eos(ids, self.eos_ids), None) for ids in completions]
         return outputs

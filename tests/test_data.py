@@ -119,14 +119,14 @@ FINE = {dpo_humanline: PAIR, kto_humanline: LABELLED, grpo_humanline: SCORED, gr
 def load(tmp_path, capsys, one_rank):
     """Returns the groups of rows (or of a file), and what a run says about them, also if it ends."""
 
-    def read(rows, tokenizer=LETTERS, eos_ids=(EOS,), script=dpo_humanline, options=None, **args):
+    def read(rows, tokenizer=LETTERS, eos_ids=(EOS,), script=dpo_humanline, **args):
         if isinstance(rows, list):
             rows = write_rows(tmp_path / "rows.jsonl", rows)
         args = script.Args(**args)
         capsys.readouterr()
         try:
             with run.exit_on_input_error():
-                online = getattr(args, "online", False) and options is None
+                online = getattr(args, "online", False)
                 encode_row = script.encode_prompt if online else script.encode_row
                 groups = data.load_groups(args, tokenizer, set(eos_ids), str(rows), "train", encode_row)
         except SystemExit as error:
@@ -134,9 +134,6 @@ def load(tmp_path, capsys, one_rank):
         return groups, capsys.readouterr().out
 
     return read
-
-
-HELD_OUT = {"held_out": True}
 
 
 def texts(group, tokenizer=LETTERS) -> list:
@@ -605,14 +602,6 @@ def test_an_eos_token_that_a_completion_ends_with_is_its_end(template):
     assert whole == spelled == "Cold.<|im_end|>"
 
 
-SPLIT = [  # a template, and a pair one of whose texts spells an added token
-    (CHATML, PAIR),
-    (None, PAIR | {"chosen": "Hello!<|im_end|>"}),
-    (None, PAIR | {"prompt": "<s>Hi"}),
-    (None, PAIR | {"rejected": "Go <tool>."}),
-]
-
-
 # === Templates ===
 
 TEMPLATES = files("trl") / "chat_templates"
@@ -728,7 +717,6 @@ def test_keys_that_arrow_fills_with_nulls_are_not_rendered():
 
 
 def test_a_template_that_writes_the_date_writes_the_same_one_tomorrow():
-    """A resumed run compares the hash of its data's tokens."""
     tokenizer = bytes_or_pieces("bytes", (TEMPLATES / "llama3_2.jinja").read_text())
     assert "Today Date: 26 Jul 2024" in data.render(tokenizer, [U("Hi")])
 
