@@ -1,9 +1,8 @@
-"""The DPO script: loss, clipping, syncing, models, what a run leaves, and rounds.
+"""The DPO script: loss, clipping, models, what a run leaves, and rounds.
 
-Functions that are the same in all scripts, such as `sync_reference` and `load_models`, are tested here.
+Functions that are the same in all scripts, such as `load_models`, are tested here.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -28,7 +27,6 @@ from helpers import (
     trl_settings,
 )
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import dpo_humanline
@@ -36,7 +34,7 @@ import utils
 from dpo_humanline import Args, clip_log_ratio, dpo_loss, implicit_rewards
 from support import run
 from support.sampling import best_and_worst
-from utils import Example, pad_batch, token_logps
+from utils import Example
 
 SHORT = ["--dataset", PAIRS, "--eval-dataset", "", "--num-steps", "3", "--batch-size", "8"]
 SHORT += ["--warmup-fraction", "0", "--max-new-tokens", "12"]
@@ -107,103 +105,10 @@ def test_loss_curve_of_trls_trainer_without_humanline(tmp_path):
         assert mine["rewards/margins"] == pytest.approx(other["rewards/margins"], abs=1e-3)
 
 
-# === Syncing ===
-# Which policy the reference is at every step, bit for bit, and what a sync costs.
-
-STEPS = 5
-AGES = {  # so many steps before was the policy what the reference is
-    "k1": (["--k", "1"], [0, 1, 1, 1, 1]),
-    "k3": (["--k", "3"], [0, 1, 2, 3, 1]),
-    "no humanline": (["--no-humanline", "--k", "1"], [0, 1, 2, 3, 4]),
-    "k0": (["--k", "0"], [0, 1, 2, 3, 4]),
-}
-
-
-def digest(tensors) -> str:
-    content = hashlib.sha256()
-    for tensor in tensors:
-        content.update(tensor.detach().contiguous().numpy().tobytes())
-    return content.hexdigest()
-
-
-def record_run(script, arguments):
-    """Runs main, and notes at every step what policy and reference are.
-
-    The record is taken inside the step, before the policy's forward pass, with further forward passes through
-    both models. They would leave a root unit gathered and stale if it were not resharded.
-    """
-    probe = pad_batch([Example("", [1, 7, 2], [9, 10, 11, 5]), Example("", [1, 8, 2], [20, 21, 5])], "cpu")
-    sync, load, record, models = script.sync_reference, script.load_models, [], {}
-
-    def load_models(*arguments):
-        models.update(zip(("policy", "reference"), load(*arguments)))
-        return tuple(models.values())
-
-    def recording_token_logps(model, input_ids, mask):
-        if model is models["policy"]:
-            step = {"syncs": 0, "sync collectives": 0}
-            for kind, each in models.items():
-                with torch.no_grad(), CommDebugMode() as communication:
-                    step[f"{kind} logps"] = digest([token_logps(each, *probe)])
-                step[f"{kind} weights"] = digest(weight.full_tensor() for weight in each.parameters())
-                step["forward collectives"] = communication.get_total_counts()
-            record.append(step)
-        return token_logps(model, input_ids, mask)
-
-    def counting_sync(reference, policy):
-        with torch.no_grad():
-            token_logps(policy, *probe)  # leaves the root as a forward pass leaves it
-            token_logps(reference, *probe)
-        with CommDebugMode() as communication:
-            sync(reference, policy)
-        record[-1]["syncs"] += 1
-        record[-1]["sync collectives"] += communication.get_total_counts()
-
-    # For the loop alone, not for what utils itself calls.
-    script.utils = SimpleNamespace(**vars(utils) | {"token_logps": recording_token_logps})
-    script.sync_reference, script.load_models = counting_sync, load_models
-    args = parse_args(script, arguments)
-    script.main(args)
-    script.sync_reference, script.load_models = sync, load
-    if os.environ["RANK"] == "0":
-        (Path(args.output_dir) / "record.json").write_text(json.dumps(record))
-
-
-@pytest.fixture(scope="module", params=["untied", pytest.param("tied", marks=pytest.mark.slow)])
-def recorded(request, tmp_path_factory, tied_policy):
-    """{variant: (steps of {policy, reference, ...} digests, metrics)} of real runs on two ranks."""
-    folder = tmp_path_factory.mktemp("reference")
-    model = str(TOY / "policy") if request.param == "untied" else tied_policy
-    runs = []
-    for name, (flags, _) in AGES.items():
-        flags = [*SHORT, "--num-steps", str(STEPS), "--batch-size", "4", "--model", model, *flags]
-        flags += ["--lr", "1e-3", "--adam-eps", "1e-2", "--beta", "10", "--checkpoint-every", "0"]
-        runs.append([*flags, "--output-dir", str(folder / name)])
-    run_ranks(2, runs, record_run)
-    found = {}
-    for name in AGES:
-        record = json.loads((folder / name / "record.json").read_text())
-        found[name] = (record, metrics(folder / name))
-    return found
-
-
-@pytest.mark.parametrize("variant", AGES)
-def test_reference_is_the_policy_of_the_expected_step(recorded, variant):
-    record, logged = recorded[variant]
-    assert len({step["policy weights"] for step in record}) == STEPS  # it moves every step
-    for t, age in enumerate(AGES[variant][1]):
-        source = record[t - age]
-        assert record[t]["reference weights"] == source["policy weights"], t  # embedding and head included
-        assert record[t]["reference logps"] == source["policy logps"], t
-        assert (logged[t]["humanline/log_ratio_abs_mean"] == 0) == (age == 0), t
-
-
-def test_a_sync_communicates_nothing(recorded):
-    syncs = {"k1": 5, "k3": 2}
-    for name, (record, _) in recorded.items():
-        assert all(step["sync collectives"] == 0 for step in record), name
-        assert all(step["forward collectives"] > 0 for step in record), name  # the counter does count
-        assert sum(step["syncs"] for step in record) == syncs.get(name, 0)
+def test_an_epoch_is_another_order_of_all_rows_but_an_incomplete_batch():
+    batches = [dpo_humanline.draw_batch(range(7), number, 2, seed=1) for number in range(6)]
+    assert all(len(set(sum(epoch, []))) == 6 for epoch in (batches[:3], batches[3:]))
+    assert batches[:3] != batches[3:] and batches[0] != dpo_humanline.draw_batch(range(7), 0, 2, seed=2)
 
 
 # === Models ===
@@ -441,16 +346,6 @@ def test_what_a_round_leaves_over_is_trained_on_before_the_next_one(rounds):
     assert len({step["lr"] for step in steps}) == 1  # no warmup in this run, and no restart
     moments = read_checkpoint(rounds, 7)["optimizer"]["state"]  # they began anew with every round
     assert {state["step"].item() for state in moments.values()} == {7}
-
-
-def test_a_round_sets_the_reference_to_the_policy_and_k_goes_on(rounds, tmp_path):
-    """With k = 3 the reference is the policy before the updates of steps 0, 3 and 6. Without humanline it is
-    the policy of the round's start."""
-    flags = ["--no-humanline", "--num-steps", "5", "--eval-samples", "0", "--output-dir", tmp_path / "run"]
-    plain = run_here(dpo_humanline, *ONLINE, *flags)
-    for folder, ages in ((rounds, [0, 1, 0, 1, 1, 0, 1]), (plain, [0, 1, 0, 1, 2])):
-        in_sync = [step["humanline/log_ratio_abs_mean"] == 0 for step in metrics(folder)]
-        assert in_sync == [age == 0 for age in ages]
 
 
 @pytest.mark.slow

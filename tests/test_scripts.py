@@ -1,18 +1,28 @@
-"""What is true of all four scripts: their shape, their settings, an edited loss, and a real chat model."""
+"""What is true of all four scripts: their shape, settings and loop, an edited loss, and a real chat model."""
 
 import ast
+import hashlib
 import importlib
+import inspect
 import json
 import math
+import os
+import random
 import re
+import shutil
+from copy import deepcopy
 from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import (
     ALL_SCRIPTS,
+    PAIRS,
     ROOT,
     SCRIPTS,
+    TOY,
     full_logps,
     metrics,
     parse_args,
@@ -21,9 +31,11 @@ from helpers import (
     run_ranks,
     write_rows,
 )
+from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 import dpo_humanline
+import grpo_humanline
 import kto_humanline
 import utils
 from support import data
@@ -56,6 +68,12 @@ def test_functions_of_one_name_are_the_same_in_all_scripts():
                 assert known == source, f"{node.name} differs in {where} and {script}"
 
 
+def test_the_end_of_a_step_is_the_same_in_all_scripts():
+    block = r"# Humanline syncs after backward.*?checkpoint\.end_step\(\*state\)\n"
+    first, *others = [re.findall(block, read(name), re.DOTALL) for name in ALL_SCRIPTS]
+    assert len(first) == 1 and others == [first] * 3
+
+
 # === Settings ===
 
 
@@ -68,6 +86,173 @@ def test_the_toy_has_its_own_settings_and_flags_win(name):
         assert args.items() >= (script.TOY | {"k": 5} | data_set).items() and args["dtype"] == "float64"
     if name in SCRIPTS:
         assert parse_args(script, ["--online"]).dataset.endswith("prompts_train.jsonl.gz")
+
+
+# === The loop ===
+# Runs on two ranks: which policy the reference is at every step, bit for bit, and every step by hand.
+
+COMMON = """--num-steps 5 --warmup-fraction 0.4 --lr 1e-2 --adam-eps 1e-2 --max-grad-norm 0.1 --dtype float64
+    --log-epsilon-P=-0.1 --log-epsilon-R 0.05 --micro-batch-tokens 60 --checkpoint-every 3 --engine hf
+    --max-new-tokens 8 --temperature 0.8 --eval-dataset="""
+PAIRED = f"--dataset {PAIRS} --reward-threshold 0 --samples-per-prompt 2 --model"
+FLAGS = {
+    "dpo_humanline": f"{PAIRED} {TOY}/policy --batch-size 6 --round-prompts 15 --beta 2",
+    "kto_humanline": f"{PAIRED} TIED --batch-size 10 --round-prompts 14",
+    "grpo_humanline": f"{PAIRED} {TOY}/policy --batch-size 10 --round-prompts 14 --beta 0.1",
+    "grpo_math_humanline": "--dataset PROBLEMS --sample-every 3 --prompts-per-step 2 --group-size 5 --beta 1",
+}
+# So many steps before was the policy what the reference is. Rounds begin at steps 0 and 2 (grpo_math: 3).
+AGES = {"--k 3": [0, 1, 2, 3, 1], "--no-humanline --k 1": [0, 1, 2, 3, 4], "--online --k 3": [0, 1, 0, 1, 1]}
+AGES = dict.fromkeys(SCRIPTS, AGES) | {"dpo_humanline": {"--k 1": [0, 1, 1, 1, 1]} | AGES}
+AGES["grpo_math_humanline"] = {
+    "--no-humanline --k 1": [0, 1, 2, 0, 1],
+    "--k 0": [0, 1, 2, 0, 1],
+    "--k 2": [0, 1, 2, 1, 2],
+}
+
+
+def digest(model) -> str:
+    content = hashlib.sha256()
+    for weight in model.parameters():
+        content.update(weight.detach().full_tensor().numpy().tobytes())
+    return content.hexdigest()
+
+
+def record_run(script, arguments):
+    """Runs main, and notes what every step begins with, and how often each sync communicates.
+
+    Rewards are random, and other ones on every rank. A run that is resumed has lost its last checkpoint.
+    """
+    args, steps, syncs, models = parse_args(script, arguments), [], [], {}
+    load, sync = script.load_models, script.sync_reference
+
+    def load_models(*arguments):
+        models.update(zip(("policy", "reference"), load(*arguments)))
+        return tuple(models.values())
+
+    def sync_reference(*models):
+        with CommDebugMode() as communication:
+            sync(*models)
+        syncs.append(communication.get_total_counts())
+
+    def make_micro_batches(*arguments):
+        step = {"batch": inspect.currentframe().f_back.f_locals["batch"], "random": random.random()}
+        with CommDebugMode() as communication:
+            step |= {name: digest(model) for name, model in models.items()}
+        assert communication.get_total_counts() > 0  # the counter does count
+        steps.append(step)
+        return utils.make_micro_batches(*arguments)
+
+    # for the loop alone, not for what utils itself calls
+    script.utils = SimpleNamespace(**vars(utils) | {"make_micro_batches": make_micro_batches})
+    script.load_models, script.sync_reference = load_models, sync_reference
+    script.format_reward = lambda text: random.random()
+    if getattr(args, "online", False):
+        script.SCORE = lambda samples: [random.random() for _ in samples]
+    folder, rank = Path(args.output_dir), os.environ["RANK"]
+    if args.resume and rank == "0":
+        shutil.rmtree(folder / "checkpoints/step-000005")
+    script.main(args)
+    script.load_models, script.sync_reference = load, sync
+    torch.save((steps, syncs), folder / f"{'resumed' if args.resume else 'whole'} {rank}")
+
+
+@pytest.fixture(scope="module", params=ALL_SCRIPTS)
+def recorded(request, tmp_path_factory, tied_policy):
+    """All runs of a script, of which the last one is resumed: its module and [(folder, args, ages), ...]."""
+    script, runs, starts = importlib.import_module(request.param), [], []
+    problems = read_rows(ROOT / "toy" / "shell_game" / "problems_train.jsonl.gz")[:40]
+    paths = {"PROBLEMS": write_rows(tmp_path_factory.mktemp("data") / "problems.jsonl", problems)}
+    paths["TIED"] = tied_policy
+    for flags, ages in AGES[request.param].items():
+        folder = tmp_path_factory.mktemp("loop")
+        words = f"{FLAGS[request.param]} {COMMON} {flags} --output-dir {folder}".split()
+        starts.append([paths.get(word, word) for word in words])
+        runs.append((folder, parse_args(script, starts[-1]), ages))
+    run_ranks(2, [*starts, ["--resume", str(folder)]], record_run, request.param)
+    return script, runs
+
+
+def read_record(folder: Path, title="whole") -> tuple:
+    """Returns the steps and the syncs. The steps are the same on both ranks, but for random numbers."""
+    (steps, syncs), (others, _) = (
+        torch.load(folder / f"{title} {rank}", weights_only=False) for rank in "01"
+    )
+    assert [step | {"random": 0} for step in steps] == [step | {"random": 0} for step in others]
+    return steps, syncs
+
+
+def test_the_reference_is_the_policy_of_the_expected_step(recorded):
+    for folder, args, ages in recorded[1]:
+        steps, syncs = read_record(folder)
+        found = [[step["reference"] == other["policy"] for other in steps] for step in steps]
+        assert found == [[t - age == i for i in range(5)] for t, age in enumerate(ages)], args
+        assert not any(syncs)  # a sync communicates nothing
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(recorded):
+    """With the moments, the reference, the pool and the random numbers that it had before step 3."""
+    folder, *_ = recorded[1][-1]
+    assert read_record(folder, "resumed")[0] == read_record(folder)[0][3:]
+
+
+def step_by_hand(script, args, policy, reference, batch: list[tuple]):
+    """Returns the loss and the mean |log-ratio|, computed in the textbook way in one batch."""
+
+    def log_ratios(examples):
+        input_ids, mask = utils.pad_batch(examples, "cpu")
+        temperature = 1.0 if hasattr(args, "online") else args.temperature
+        with torch.no_grad():
+            ref_logps = full_logps(reference, input_ids, mask, temperature)
+        log_ratio = full_logps(policy, input_ids, mask, temperature) - ref_logps
+        clipped = log_ratio.clamp(args.log_epsilon_P, args.log_epsilon_R) if args.humanline else log_ratio
+        return log_ratio, clipped, mask
+
+    examples = [example for group in batch for example in group]
+    if script is dpo_humanline:
+        examples = examples[::2] + examples[1::2]
+    log_ratio, clipped, mask = log_ratios(examples)
+    if script is dpo_humanline:
+        loss = script.dpo_loss(clipped, mask, args.beta).mean()
+    elif script is kto_humanline:
+        _, mixed, _ = log_ratios(script.mismatch(batch, args.max_length))
+        z_0 = mixed.sum(-1).mean().clamp(min=0).item()
+        desirable = torch.tensor([example.desirable for example in examples])
+        margins = script.kto_margins(clipped, mask, desirable, z_0, args.beta)
+        loss = script.kto_loss(margins, desirable, args.lambda_D, args.lambda_U).mean()
+    else:
+        rewards = torch.tensor([[example.reward for example in group] for group in batch]).double()
+        A = script.group_advantages(rewards).flatten()
+        losses = grpo_humanline.grpo_loss(clipped, log_ratio, A, args.beta, args.epsilon)
+        loss = (losses * mask).sum() / mask.sum()
+    return loss, log_ratio.abs().sum() / mask.sum()
+
+
+def test_every_step_by_hand(recorded):
+    """On one rank, with AdamW of a model in fp32 and gradients in float64."""
+    script, runs = recorded
+    for folder, args, ages in runs:
+        weights = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+        optimizer = torch.optim.AdamW(weights.parameters(), eps=args.adam_eps, weight_decay=args.weight_decay)
+        policies, logged = [], metrics(folder)
+        for t, step in enumerate(read_record(folder)[0]):
+            policies.append(deepcopy(weights).double())
+            models = policies[t], policies[t - ages[t]]
+            loss, log_ratio = step_by_hand(script, args, *models, step["batch"])
+            loss.backward()
+            for weight, parameter in zip(weights.parameters(), policies[t].parameters()):
+                weight.grad = parameter.grad.float()
+            norm = torch.nn.utils.clip_grad_norm_(weights.parameters(), args.max_grad_norm)
+            lr = optimizer.param_groups[0]["lr"] = args.lr * (1 if t else 0.5)
+            optimizer.step()
+            found = [logged[t][name] for name in ("loss", "grad_norm", "humanline/log_ratio_abs_mean", "lr")]
+            by_hand = [loss.item(), norm.item(), log_ratio.item(), lr]
+            assert found == pytest.approx(by_hand, rel=1e-5, abs=1e-12), (args, t)
+        assert max(step["humanline/clipped_low"] * step["humanline/clipped_high"] for step in logged) > 0
+        assert max(step["grad_norm"] for step in logged) > args.max_grad_norm
+        final = AutoModelForCausalLM.from_pretrained(folder / "final")
+        for weight, found in zip(weights.parameters(), final.parameters(), strict=True):
+            assert torch.allclose(weight, found, rtol=1e-4, atol=1e-6)
 
 
 # === Edits of a loss ===
