@@ -178,7 +178,9 @@ def calls_of(name: str, folder) -> list[list[str]]:
     command = ["bash", "-c", STAND_INS + (ROOT / "paper" / f"{name}.sh").read_text()]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     calls = [call.split("\0") for call in (folder / "calls").read_text().split("\0\0")[:-1]]
-    programs = {"table2": ["python"], "figure7": ["python"], "figure11": []}  # the commands that make data
+    # the commands that make data and the reward model
+    programs = {"table2": ["python"], "figure7": ["python"], "figure11": ["python"]}
+    programs |= dict.fromkeys(("table3", "table5", "figure10"), ["curl", "python", "python"])
     programs["figure6"] = ["curl", "python", "torchrun"]
     before = programs.get(name, ["curl", "python"])
     assert [call[0] for call in calls[: len(before)]] == before
