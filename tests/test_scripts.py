@@ -247,7 +247,7 @@ def test_every_step_by_hand(recorded):
             optimizer.step()
             found = [logged[t][name] for name in ("loss", "grad_norm", "humanline/log_ratio_abs_mean", "lr")]
             by_hand = [loss.item(), norm.item(), log_ratio.item(), lr]
-            assert found == pytest.approx(by_hand, rel=1e-5, abs=1e-12), (args, t)
+            assert found == pytest.approx(by_hand, rel=1e-5, abs=1e-7), (args, t)
         assert max(step["humanline/clipped_low"] * step["humanline/clipped_high"] for step in logged) > 0
         assert max(step["grad_norm"] for step in logged) > args.max_grad_norm
         final = AutoModelForCausalLM.from_pretrained(folder / "final")
