@@ -160,7 +160,7 @@ def grpo_loss(clipped_log_ratio, log_ratio, advantages, beta: float, epsilon: fl
 
 def k3(log_ratio):
     """Estimates the KL divergence by π_ref/π_θ + log π_θ/π_ref - 1 (k3 of joschu.net/blog/kl-approx.html)."""
-    return torch.expm1(-log_ratio) + log_ratio  # near 0, exp(-x) - 1 would lose digits of the metric
+    return torch.expm1(-log_ratio) + log_ratio  # near 0, exp(-x) - 1 would lose digits
 
 
 def group_advantages(rewards):
