@@ -93,7 +93,7 @@ def test_the_toy_has_its_own_settings_and_flags_win(name):
 
 COMMON = """--num-steps 5 --warmup-fraction 0.4 --lr 1e-2 --adam-eps 1e-2 --max-grad-norm 0.1 --dtype float64
     --log-epsilon-P=-0.1 --log-epsilon-R 0.05 --micro-batch-tokens 60 --checkpoint-every 3 --engine hf
-    --max-new-tokens 8 --temperature 0.8 --eval-dataset="""
+    --max-new-tokens 8 --temperature 0.8 --weight-decay 0.1 --eval-dataset="""
 PAIRED = f"--dataset {PAIRS} --reward-threshold 0 --samples-per-prompt 2 --model"
 FLAGS = {
     "dpo_humanline": f"{PAIRED} {TOY}/policy --batch-size 6 --round-prompts 15 --beta 2",
@@ -102,7 +102,11 @@ FLAGS = {
     "grpo_math_humanline": "--dataset PROBLEMS --sample-every 3 --prompts-per-step 2 --group-size 5 --beta 1",
 }
 # So many steps before was the policy what the reference is. Rounds begin at steps 0 and 2 (grpo_math: 3).
-AGES = {"--k 3": [0, 1, 2, 3, 1], "--no-humanline --k 1": [0, 1, 2, 3, 4], "--online --k 3": [0, 1, 0, 1, 1]}
+AGES = {
+    "--k 3": [0, 1, 2, 3, 1],
+    "--no-humanline --online": [0, 1, 0, 1, 2],
+    "--online --k 3": [0, 1, 0, 1, 1],
+}
 AGES = dict.fromkeys(SCRIPTS, AGES) | {"dpo_humanline": {"--k 1": [0, 1, 1, 1, 1]} | AGES}
 AGES["grpo_math_humanline"] = {
     "--no-humanline --k 1": [0, 1, 2, 0, 1],
