@@ -43,7 +43,8 @@ import tyro
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
-CODE = ["*.py", "toy", ":!lab", ":!tests", ":!docs", ":!tools", ":!contrib"]  # what a run depends on
+# What a run depends on: the scripts, the toys, and the programs in the folders of lab/.
+CODE = ["*.py", "toy", ":(exclude,glob)lab/*.py", ":!tests", ":!docs", ":!tools", ":!contrib"]
 
 
 def git(*words: str) -> str:
