@@ -9,7 +9,6 @@ import os
 import shutil
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -352,18 +351,3 @@ def test_what_a_round_leaves_over_is_trained_on_before_the_next_one(rounds):
 @pytest.mark.parametrize("moment", ["sample_round 2", "model_rewards 3", "dpo_loss 4"])
 def test_a_run_killed_in_a_round_and_resumed_equals_the_uninterrupted_one(rounds, tmp_path, moment):
     kill_and_resume(tmp_path / "cut", rounds, ONLINE, moment)
-
-
-def test_samples_are_truncated_after_they_are_scored_and_get_no_eos_token():
-    """A sequence that was too long kept all its tokens, or was given an end that the policy did not write."""
-
-    def sample(policy, prompts, count, seed):
-        completions = ([10] * 9 + [5], [11, 5], [12] * 9 + [5], [13, 5])
-        samples = [Example("x", [1, 2], ids, reward=float(-number)) for number, ids in enumerate(completions)]
-        return [samples for _ in prompts], {}
-
-    args = Args(max_length=6, round_prompts=2, samples_per_prompt=4)
-    prompts = [(Example("x", [1, 2]),)] * 2
-    groups, _ = dpo_humanline.sample_round(args, SimpleNamespace(sample=sample), None, prompts, 1)
-    assert [[x.completion_ids for x in group] for group in groups] == [[[10] * 4, [13, 5]]] * 2
-    assert [[x.reward for x in group] for group in groups] == [[0, -3]] * 2

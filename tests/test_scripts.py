@@ -39,6 +39,7 @@ import grpo_humanline
 import kto_humanline
 import utils
 from support import data
+from utils import Example
 
 # === Shape ===
 
@@ -101,11 +102,11 @@ FLAGS = {
     "grpo_humanline": f"{PAIRED} {TOY}/policy --batch-size 10 --round-prompts 14 --beta 0.1",
     "grpo_math_humanline": "--dataset PROBLEMS --sample-every 3 --prompts-per-step 2 --group-size 5 --beta 1",
 }
-# So many steps before was the policy what the reference is. Rounds begin at steps 0 and 2 (grpo_math: 3).
+# So many steps before was the policy what the reference is. Rounds begin at steps 0 and 2, 0 and 4, 0 and 3.
 AGES = {
     "--k 3": [0, 1, 2, 3, 1],
     "--no-humanline --online": [0, 1, 0, 1, 2],
-    "--online --k 3": [0, 1, 0, 1, 1],
+    "--online --k 2 --round-prompts 24": [0, 1, 2, 1, 0],
 }
 AGES = dict.fromkeys(SCRIPTS, AGES) | {"dpo_humanline": {"--k 1": [0, 1, 1, 1, 1]} | AGES}
 AGES["grpo_math_humanline"] = {
@@ -257,6 +258,27 @@ def test_every_step_by_hand(recorded):
         final = AutoModelForCausalLM.from_pretrained(folder / "final")
         for weight, found in zip(weights.parameters(), final.parameters(), strict=True):
             assert torch.allclose(weight, found, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_round_has_the_next_prompts_and_truncates_samples_after_they_are_scored(name):
+    """A sequence that was too long kept all its tokens, or was given an end that the policy did not write."""
+    asked = []
+
+    def sample(policy, prompts, count, seed):
+        asked.append((seed, {prompt.prompt for prompt in prompts}))
+        completions = ([10] * 9 + [5], [11, 5], [12] * 9 + [5], [13, 5])
+        samples = [Example("x", [1, 2], ids, reward=float(-number)) for number, ids in enumerate(completions)]
+        return [samples for _ in prompts], {}
+
+    script, sampler = importlib.import_module(name), SimpleNamespace(sample=sample)
+    args = script.Args(max_length=6, round_prompts=2, samples_per_prompt=4)
+    prompts = [(Example(text, [1, 2]),) for text in "abcd"]
+    for number in (1, 2):
+        groups, _ = script.sample_round(args, sampler, None, prompts, number)
+        assert [[x.completion_ids for x in group] for group in groups] == [[[10] * 4, [13, 5]]] * 2
+        assert [[x.reward for x in group] for group in groups] == [[0, -3]] * 2
+    assert asked == [((1, 1), asked[0][1]), ((1, 2), set("abcd") - asked[0][1])]
 
 
 # === Edits of a loss ===
