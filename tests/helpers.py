@@ -49,10 +49,11 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # the varia
 # short run. CUDA and vLLM do not survive a fork: with them, every rank is a new interpreter.
 
 # A rank binds its port a while after the port was chosen. So all ports are below 32768, from which on the
-# system chooses its own, and every pytest process has its own thousand.
+# system chooses its own, and every pytest process has its own thousand. It begins there at a port of its own,
+# because several sessions of pytest may run at once.
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", f"gw{os.getpid()}").removeprefix("gw")) % 10
 FIRST_PORT = 22_000 if find_spec("vllm") else 12_000
-PORTS = itertools.count(FIRST_PORT + 1_000 * WORKER)
+PORTS = itertools.count(FIRST_PORT + 1_000 * WORKER + 97 * os.getpid() % 900)
 
 
 def free_port() -> int:
