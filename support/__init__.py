@@ -1,4 +1,5 @@
-"""What the scripts use, and a reader of an algorithm may skip: data, sampling, grading, checkpoints, and the run.
+"""What the scripts use, and a reader of an algorithm may skip: data, sampling, grading, checkpoints, the run.
 
-Imports go one way: utils <- run <- data <- sampling, and run <- checkpoint, grading. No module here imports a script.
+Imports go one way: utils <- run <- data <- sampling, and run <- checkpoint, grading. No module here imports
+a script.
 """
