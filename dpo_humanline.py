@@ -103,7 +103,7 @@ class Args:
     checkpoint_every: int = 100  # steps between checkpoints; 0: only one, at the end or after a signal
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     eval_every: int = 0  # steps between evaluations; 0: only before and after training
-    eval_samples: int = 256  # held-out rows, the first ones, whose prompts get a sample; 0: none
+    eval_samples: int = 256  # held-out rows, the first ones, whose prompts get an answer; 0: none
     track: bool = False  # log to Weights & Biases, too (pip install wandb)
 
 
@@ -462,8 +462,9 @@ def evaluate(
         values["eval/loss"] = dpo_loss(log_ratio, mask, args.beta)
         values["eval/accuracy"] = utils.above(chosen, rejected)  # 1, 0.5 if equal, or 0
         values["eval/margin"] = chosen - rejected  # β · nats
-    samples, sample_values = sampler.evaluate(policy, reference, initial_weights, held_out, initial)
-    return utils.Evaluation(sample_values | values, samples, logps)  # in this order in the table at the end
+    samples, answers, sample_values = sampler.evaluate(policy, reference, initial_weights, held_out, initial)
+    # in this order in the table at the end
+    return utils.Evaluation(sample_values | values, samples, answers, logps)
 
 
 # === Metrics ===

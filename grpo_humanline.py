@@ -118,7 +118,7 @@ class Args:
     checkpoint_every: int = 100  # steps between checkpoints; 0: only one, at the end or after a signal
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     eval_every: int = 0  # steps between evaluations; 0: only before and after training
-    eval_samples: int = 256  # held-out rows, the first ones, whose prompts get a sample; 0: none
+    eval_samples: int = 256  # held-out rows, the first ones, whose prompts get an answer; 0: none
     track: bool = False  # log to Weights & Biases, too (pip install wandb)
 
 
@@ -517,8 +517,9 @@ def evaluate(
         best, worst = log_ratio.sum(-1).chunk(2)  # (P,) each; log-probs are 0 outside the mask
         values["eval/accuracy"] = utils.above(best, worst)  # 1, 0.5 if equal, or 0
         values["eval/margin"] = best - worst  # nats
-    samples, sample_values = sampler.evaluate(policy, reference, initial_weights, held_out, initial)
-    return utils.Evaluation(sample_values | values, samples, logps)  # in this order in the table at the end
+    samples, answers, sample_values = sampler.evaluate(policy, reference, initial_weights, held_out, initial)
+    # in this order in the table at the end
+    return utils.Evaluation(sample_values | values, samples, answers, logps)
 
 
 # === Metrics ===

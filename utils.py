@@ -275,6 +275,7 @@ class Evaluation(NamedTuple):
 
     values: dict  # {name: one value for each pair, example, group, problem or sample}
     samples: list  # one sample for the prompt of each of the first --eval-samples rows
+    answers: list = []  # a greedy answer to each of these prompts; in mathematics none
     logps: torch.Tensor | None = None  # (B, T) nats, of the held-out completions
 
 

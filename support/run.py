@@ -487,21 +487,23 @@ class Log:
             self.writer.flush()  # so that a killed run loses no step
 
     def write_evaluation(self, step: int, evaluation) -> dict[str, float]:
-        """Writes the samples of an evaluation after `step` updates. Returns its means, to be written."""
-        for sample in evaluation.samples:
-            line = {
-                "step": step,
-                "prompt": sample.question,
-                "sample": sample.text,
-                "reward": sample.reward,
-                "finished": sample.finished,
-                "tokens": len(sample.completion_ids),
-            }
-            append_line(self.folder / "samples.jsonl", line)
+        """Writes the texts of an evaluation after `step` updates. Returns its means, to be written."""
+        for greedy, samples in ((True, evaluation.answers), (False, evaluation.samples)):
+            for sample in samples:
+                line = {
+                    "step": step,
+                    "prompt": sample.question,
+                    "sample": sample.text,
+                    "greedy": greedy,
+                    "reward": sample.reward,
+                    "finished": sample.finished,
+                    "tokens": len(sample.completion_ids),
+                }
+                append_line(self.folder / "samples.jsonl", line)
         return {name: numbers.mean().item() for name, numbers in evaluation.values.items()}
 
     def report(self, step: int, after):
-        """Prints samples and a table of what training has changed, and writes summary.json.
+        """Prints answers and a table of what training has changed, and writes summary.json.
 
         after: the evaluation after training.
         """
@@ -516,7 +518,10 @@ class Log:
         tables = {"before": before.values, "after": after.values, "change": change}
         summary = {title: mean_and_error(values) for title, values in tables.items()}
         write_file(self.folder / "summary.json", json.dumps(summary, indent=2))
-        for first, last in zip(before.samples[:4], after.samples):
+        answers = zip(before.answers or before.samples, after.answers or after.samples)
+        # Complete answers first, because a truncated one shows little.
+        whole_first = sorted(answers, key=lambda texts: texts[0].finished + texts[1].finished, reverse=True)
+        for first, last in whole_first[:4]:
             print(f"\nprompt: {last.question}")
             for title, sample in (("before", first), ("after", last)):
                 reward = "" if sample.reward is None else f"  [reward {sample.reward:.2f}]"
