@@ -42,6 +42,7 @@ from support import checkpoint, data, run, sampling
 class Args:
     # algorithm
     beta: float = 0.1  # DPO's β (paper: 0.1)
+    sft_weight: float = 0.0  # weight of the chosen text's negative log-likelihood in the loss (paper: 0)
     # humanline
 
     # --no-humanline: no clipping, and syncs only when an online round starts
@@ -156,6 +157,15 @@ def dpo_loss(log_ratio, mask, beta: float):
     return -F.logsigmoid(chosen - rejected)
 
 
+def chosen_nll(logps, mask):
+    """Computes the mean negative log-prob of each chosen completion's tokens, in nats per token, (P,).
+
+    DPO alone may lower the probability of both completions. --sft-weight adds this term, as in iterative
+    RPO (arXiv 2404.19733, equation 1). It needs the policy's log-probs, because log-ratios may be clipped.
+    """
+    return -(logps * mask).sum(-1).chunk(2)[0] / mask.sum(-1).chunk(2)[0]
+
+
 def implicit_rewards(log_ratio, mask, beta: float):
     """Computes β Σ_t log_ratio of the chosen and of the rejected completions, (P,) each."""
     return (beta * (log_ratio * mask).sum(-1)).chunk(2)
@@ -258,6 +268,7 @@ def main(args: Args):
             log_ratio = logps - ref_logps  # (2P, T)
             clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (2P, T)
             losses = dpo_loss(clipped_log_ratio, mask, args.beta)  # (P,)
+            losses = losses + args.sft_weight * chosen_nll(logps, mask)
             # Summed over ranks, this is the mean over the global batch. `view` only checks the shape, because
             # the loss is often edited.
             loss = losses.view(len(indices)).sum() / args.batch_size
@@ -459,7 +470,7 @@ def evaluate(
         logps, mask = utils.completion_logps(policy, examples, args.micro_batch_tokens)  # (2P, T) each
         log_ratio = logps - (initial.logps if initial else logps)  # 0 for the initial policy
         chosen, rejected = implicit_rewards(log_ratio, mask, args.beta)  # (P,) each
-        values["eval/loss"] = dpo_loss(log_ratio, mask, args.beta)
+        values["eval/loss"] = dpo_loss(log_ratio, mask, args.beta) + args.sft_weight * chosen_nll(logps, mask)
         values["eval/accuracy"] = utils.above(chosen, rejected)  # 1, 0.5 if equal, or 0
         values["eval/margin"] = chosen - rejected  # β · nats
     samples, answers, sample_values = sampler.evaluate(policy, reference, initial_weights, held_out, initial)
@@ -469,10 +480,12 @@ def evaluate(
 
 # === Metrics ===
 def pair_metrics(clipped_log_ratio, logps, mask, beta: float):
-    """Returns rewards and log-probs of each pair, (P,) each."""
+    """Returns both terms of the loss, rewards and log-probs of each pair, (P,) each."""
     chosen, rejected = implicit_rewards(clipped_log_ratio, mask, beta)
     chosen_logps, rejected_logps = logps.sum(-1).chunk(2)
     return {
+        "loss/dpo": dpo_loss(clipped_log_ratio, mask, beta),
+        "loss/chosen_nll": chosen_nll(logps, mask),
         "rewards/margins": chosen - rejected,
         "rewards/accuracies": utils.above(chosen, rejected),
         "rewards/chosen": chosen,
