@@ -278,6 +278,12 @@ class Evaluation(NamedTuple):
     answers: list = []  # a greedy answer to each of these prompts; in mathematics none
     logps: torch.Tensor | None = None  # (B, T) nats, of the held-out completions
 
+    @property
+    def counted(self) -> list:
+        """The texts that are scored and shown: samples if they have rewards, else greedy answers."""
+        scored = self.samples and self.samples[0].reward is not None
+        return self.samples if scored else self.answers
+
 
 def above(values, baseline):
     """Returns 1 where a value is above the baseline, 0.5 where both are equal, else 0 (float64)."""

@@ -518,10 +518,9 @@ class Log:
         tables = {"before": before.values, "after": after.values, "change": change}
         summary = {title: mean_and_error(values) for title, values in tables.items()}
         write_file(self.folder / "summary.json", json.dumps(summary, indent=2))
-        answers = zip(before.answers or before.samples, after.answers or after.samples)
-        # Complete answers first, because a truncated one shows little.
-        whole_first = sorted(answers, key=lambda texts: texts[0].finished + texts[1].finished, reverse=True)
-        for first, last in whole_first[:4]:
+        pairs = list(zip(before.counted, after.counted))
+        pairs.sort(key=lambda pair: pair[0].finished + pair[1].finished, reverse=True)  # whole texts first
+        for first, last in pairs[:4]:
             print(f"\nprompt: {last.question}")
             for title, sample in (("before", first), ("after", last)):
                 reward = "" if sample.reward is None else f"  [reward {sample.reward:.2f}]"

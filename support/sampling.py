@@ -135,19 +135,18 @@ class Sampler:
         prompts = [group[0] for group in held_out[: self.args.eval_samples]]
         if not prompts:
             return [], [], {}
-        # With a reward model, the paper scores samples. A function of the user's is asked for answers alone.
-        counts_samples = self.rewards and not self.score
-        drawn, _ = self.sample(policy, prompts, 1, (self.args.seed, 0), counts_samples)  # rounds count from 1
-        samples = [sample for (sample,) in drawn]
-        answers = [answer for (answer,) in self.sample(policy, prompts, 1, None)[0]]
-        counted = sample_statistics(samples if counts_samples else answers)
+        # With a reward model, the paper scores samples. A function of the user's scores the answers.
+        by_model = self.rewards and not self.score
+        drawn, _ = self.sample(policy, prompts, 1, (self.args.seed, 0), by_model)  # rounds count from 1
+        greedy, _ = self.sample(policy, prompts, 1, None, not by_model)
+        found = Evaluation({}, [sample for (sample,) in drawn], [answer for (answer,) in greedy])
+        counted = sample_statistics(found.counted)
         values = {f"eval/{name}": statistic for name, statistic in counted.items()}
-        values["eval/kl"] = self.kl_from_initial(policy, reference, initial_weights, samples)
+        values["eval/kl"] = self.kl_from_initial(policy, reference, initial_weights, found.samples)
         if self.rewards:
-            before = initial or Evaluation({}, samples, answers)
-            baseline = sample_statistics(before.samples if counts_samples else before.answers)
+            baseline = sample_statistics((initial or found).counted)
             values["eval/win_rate"] = above(counted["reward"], baseline["reward"])
-        return samples, answers, values
+        return found.samples, found.answers, values
 
     def kl_from_initial(self, policy, reference, initial_weights: list, samples: list[Example]):
         """Returns Σ_t log π_θ(y_t) - log π_0(y_t) of each sample in nats, (N,). π_0 is the initial policy.

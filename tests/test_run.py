@@ -46,7 +46,7 @@ import grpo_humanline
 import grpo_math_humanline
 import kto_humanline
 from support import run
-from utils import InputError
+from utils import Evaluation, InputError
 
 SCRIPTS = {module.__name__: module for module in (dpo_humanline, kto_humanline, grpo_humanline)}
 SCRIPTS["grpo_math_humanline"] = grpo_math_humanline
@@ -374,7 +374,7 @@ def test_samples_of_every_evaluation_are_kept_and_truncated_ones_are_marked(fini
 def test_the_bar_shows_what_the_script_names(metric_lines, shown, tmp_path):
     args = SimpleNamespace(num_steps=9, track=False)
     names = ["rollout/reward_mean", "logps/chosen"]
-    log = run.Log(args, "x.py", tmp_path, 1, SimpleNamespace(values={}, samples=[], answers=[]), names)
+    log = run.Log(args, "x.py", tmp_path, 1, Evaluation({}, []), names)
     for step, line in enumerate(metric_lines):
         log.write({"step": step} | line)
     log.bar.close()
