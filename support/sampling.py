@@ -356,9 +356,12 @@ def as_rewards(values, count: int) -> torch.Tensor:
 
     values: numbers, or tensors of one number, in the order of the samples.
     """
-    rewards = torch.tensor([float(value) for value in values], dtype=torch.float64)
-    if len(rewards) != count or not rewards.isfinite().all():
-        raise InputError(f"the rewards must be {count} finite numbers, not {rewards}")
+    try:
+        rewards = torch.tensor([float(value) for value in values], dtype=torch.float64)
+    except (TypeError, ValueError):  # for example of a function without `return`
+        rewards = None
+    if rewards is None or len(rewards) != count or not rewards.isfinite().all():
+        raise InputError(f"the rewards must be {count} finite numbers, not {values}")
     return rewards
 
 

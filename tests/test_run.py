@@ -372,13 +372,30 @@ def test_samples_of_every_evaluation_are_kept_and_truncated_ones_are_marked(fini
     ],
 )
 def test_the_bar_shows_what_the_script_names(metric_lines, shown, tmp_path):
-    args = SimpleNamespace(num_steps=9, track=False)
+    args = SimpleNamespace(num_steps=9, track=False, eval_every=3, online=False)
     names = ["rollout/reward_mean", "logps/chosen"]
-    log = run.Log(args, "x.py", tmp_path, 1, Evaluation({}, []), names)
+    log = run.Log(args, "x.py", tmp_path, 1, Evaluation({}, []), 90.0, names)
     for step, line in enumerate(metric_lines):
-        log.write({"step": step} | line)
+        log.write({"step": step, "perf/step_time": 30.0} | line)
     log.bar.close()
     assert log.shown == shown
+
+
+@pytest.mark.parametrize(
+    ("online", "words"),
+    [
+        (False, "time: 90 s an evaluation, 18.0 s a step, so 7 minutes for the rest\n"),  # 3 and 7
+        (True, "time: 90 s an evaluation, 18.0 s a step, so 6 minutes for the rest without its sampling\n"),
+    ],
+)
+def test_the_first_step_without_sampling_estimates_the_rest_of_the_run(online, words, tmp_path, capsys):
+    args = SimpleNamespace(num_steps=9, track=False, eval_every=3, online=online)
+    log = run.Log(args, "x.py", tmp_path, 1, Evaluation({}, []), 90.0, [])
+    for step in (1, 2, 3):
+        sampled = {"perf/rollout_time": 5.0} if online and step == 1 else {}
+        log.write({"step": step, "perf/step_time": 18.0} | sampled)
+    log.bar.close()
+    assert capsys.readouterr().out == words
 
 
 def test_a_resumed_run_is_one_run_in_the_files_of_metrics_and_in_tensorboard(tmp_path):

@@ -184,6 +184,8 @@ def main(first: tyro.conf.Positional[Path], second: tyro.conf.Positional[Path], 
     runs = first, second = read_run(first), read_run(second)
     if first.after["prompt"].tolist() != second.after["prompt"].tolist():
         raise InputError("the runs have other held-out prompts: train both with the same --eval-dataset")
+    if first.after.greedy[0] != second.after.greedy[0]:
+        raise InputError("one run is scored by a reward model, and the other is not")
     table = differences(*runs)
     said = verdict(*runs, table)
     differ = first.after["sample"] != second.after["sample"]
