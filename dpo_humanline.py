@@ -6,7 +6,8 @@ DPO into humanline DPO: the clamp in `clip_log_ratio`, and the sync before `opti
     python dpo_humanline.py  # one process, the embedded toy, half a minute
     torchrun --nproc-per-node 4 dpo_humanline.py --model ... --dataset ...
 
-To change the method, edit `dpo_loss`; evaluation uses it too. To read other data, edit `encode_row`.
+To change the method, edit `dpo_loss`; evaluation uses it too. To read other data, edit `encode_row`. Test
+another clip on tales (docs/humanline.md#3-one-training-step): the default toy hardly ever reaches a bound.
 
 Main differences from the authors' code (all: docs/dpo.md#differences-from-the-paper):
     - Gradients are clipped by their global norm. In the authors' code each rank uses the norm of its shards.

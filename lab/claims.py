@@ -524,6 +524,7 @@ CLAIMS = [
     Claim("docs/grpo_math.md", "real_run.csv", real_run),
     Claim("docs/grpo_math.md", "controls.csv", end_behind_no_clip),
     Claim("docs/curves.md", "figure1.csv, stale.csv", ranges_of_default_runs),
+    Claim("docs/curves.md", "learning.csv", ends_of_the_default_run),
     Claim(REPLICATION, "stories.csv", leads_at_checkpoints),
     Claim(REPLICATION, "controls.csv", lambda: recovered_accuracy()[:2]),
     Claim(REPLICATION, "controls.csv", cost_of_old_games),
