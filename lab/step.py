@@ -1,9 +1,9 @@
 """Measures the time and memory of a training step, beside another version of the scripts or TRL.
 
-    python -m tools.step --arms k=1 --against ../old  # this checkout beside another one
-    python -m tools.step                              # humanline with k=1 beside offline
-    python -m tools.step --ranks 2 --trl              # also TRL's DPOTrainer, all on two ranks
-    python -m tools.step --pairs 64 --together 16 --trl --trl-together 8 16 32  # on a GPU
+    python -m lab.step --arms k=1 --against ../old  # this checkout beside another one
+    python -m lab.step                              # humanline with k=1 beside offline
+    python -m lab.step --ranks 2 --trl              # also TRL's DPOTrainer, all on two ranks
+    python -m lab.step --pairs 64 --together 16 --trl --trl-together 8 16 32  # on a GPU
 
 All flags but those of `Own` are the script's; with --against both versions must have them. --model is a
 preset of memory.py, toy, or a folder with a config.json. The model has this shape and random weights. The
