@@ -225,7 +225,18 @@ def test_a_run_on_stories_is_scored(tmp_path):
 
 
 # === step ===
-RUN = ["--model", "toy", "--pairs", "8", "--lr", "1e-3", "--beta", "0.5", "--max-grad-norm", "1"]
+RUN = [
+    "--model",
+    str(ROOT / "toy" / "bouquets" / "policy"),
+    "--pairs",
+    "8",
+    "--lr",
+    "1e-3",
+    "--beta",
+    "0.5",
+    "--max-grad-norm",
+    "1",
+]
 RUN += ["--rounds", "1", "--steps", "1"]
 
 

@@ -2,17 +2,16 @@
 
 import json
 import re
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import PAIRS, metrics, run_ranks
+from helpers import PAIRS, ROOT, metrics, run_ranks
 from transformers import AutoModelForCausalLM
 
 import utils
 from support import run
-from tools import cuda_check, curves, memory
+from tools import cuda_check, curves, memory, scripts
 
 PARAMETERS = {  # published
     "llama-3-8b": 8_030_261_248,
@@ -23,36 +22,36 @@ GIB = 2**30
 
 
 # === memory ===
-def estimate(*flags) -> dict:
-    """Returns {phase: {part: GiB}} of a run, with presets of two layers."""
-    layers = memory.SHAPE.index("num_hidden_layers")
-    two_layers = {name: (*s[:layers], 2, *s[layers + 1 :]) for name, s in memory.PRESETS.items()}
-    with patch.object(memory, "PRESETS", two_layers):
-        return memory.estimate(*memory.parse([str(flag) for flag in flags]))
-
-
-def sizes(config) -> list:
-    """Returns the shapes of a model's parameters."""
+@pytest.mark.parametrize("preset", PARAMETERS)
+def test_presets_have_the_published_parameters(preset):
     with torch.device("meta"):
-        return [parameter.shape for parameter in AutoModelForCausalLM.from_config(config).parameters()]
+        model = AutoModelForCausalLM.from_config(scripts.read_config(preset))
+    assert model.num_parameters() == PARAMETERS[preset]
 
 
 @pytest.mark.parametrize("preset", PARAMETERS)
-def test_presets_have_the_published_parameters_and_gemma_eager_attention(preset):
-    config = memory.read_config(cuda_check.DPO, "--model", preset, False)
-    assert sum(shape.numel() for shape in sizes(config)) == PARAMETERS[preset]
-    assert (config._attn_implementation == "eager") == preset.startswith("gemma")
+def test_the_page_has_the_calculated_peaks(preset, capsys):
+    page = (ROOT / "docs" / "performance.md").read_text()
+    rows = re.findall(rf"^\| {preset}, .*?(\d) GPUs \| ([\d,]+) .*\| ([\d.]+) \|$", page, re.M | re.I)
+    assert rows
+    for gpus, tokens, peak in rows:
+        settings = dict(gpus=int(gpus), micro_batch_tokens=int(tokens.replace(",", "")))
+        memory.main(preset, gradient_checkpointing=True, **settings)
+        said = capsys.readouterr().out
+        assert re.search(r"peak +(\S+)", said)[1] == peak and " fits on " in said
 
 
-@pytest.mark.slow
-def test_sampling_has_the_engine_and_the_reward_model():
-    online = ["--online", "--reward-model", "llama-3-8b", "--ranks", 4]
-    found = estimate("--script", "kto", "--model", "llama-3-8b", *online, "--vllm-memory", 0.5)
-    layer = 2 * 4096 * 5120 + 3 * 4096 * 14336 + 2 * 4096
-    reward_model = 128256 * 4096 + 2 * layer + 2 * 4096  # its head is 1 x 4096
-    assert found["sampling"]["reward model"] == 2 * reward_model / GIB
-    assert found["sampling"]["engine"] == 40 and "engine" not in found["training"]
-    assert "sampling" in estimate("--script", "grpo_math", "--ranks", 2)
+def test_an_engine_has_its_weights_and_its_cache(capsys):
+    memory.main("llama-3-8b", gpus=4, engine="hf", sampled_tokens=1000)
+    training, sampling = capsys.readouterr().out.split("sampling")
+    weights = 2 * PARAMETERS["llama-3-8b"]
+    keys_and_values = 2 * 32 * 8 * 128 * 1000  # layers, heads, their size, tokens
+    assert f"engine            {weights / GIB:8.2f}" in training
+    assert f"engine            {(weights + 2 * keys_and_values) / GIB:8.2f}" in sampling
+    memory.main("llama-3-8b", gpus=4, gb=24, engine="vllm", vllm_memory=0.9)
+    training, sampling = capsys.readouterr().out.split("sampling")
+    assert "engine" not in training and f"engine            {0.9 * 24:8.2f}" in sampling
+    assert "does not fit on 4 x 24 GB" in sampling
 
 
 # === cuda_check ===
