@@ -20,6 +20,14 @@ os.environ["PYTHONFAULTHANDLER"] = "1"  # a rank that crashes says where
 LONGEST = "checkpoint ranks trl_humanline notebook dpo sampling grpo_math grpo kto lab tools".split()
 
 
+def pytest_addoption(parser):
+    """Lets pytest ignore the flags of pytest-xdist in pyproject.toml where it is not installed."""
+    if not find_spec("xdist"):
+        parser.addoption("--numprocesses")
+        parser.addoption("--dist")
+        parser.addoption("--no-loadscope-reorder", action="store_true")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONGEST)

@@ -8,6 +8,7 @@ import ast
 import re
 import shlex
 import subprocess
+import tomllib
 from collections import Counter
 from functools import cache
 from itertools import product
@@ -296,3 +297,9 @@ def test_vllms_requirements_differ_in_what_vllm_wants_alone(name):
     packages, ours = [[line for line in text if not line.startswith("#")] for text in lines]
     other = [line for line in packages if line not in ours]
     assert [line.split(">")[0].split("=")[0] for line in other] == ["torch", "transformers", name[13:-4]]
+
+
+def test_the_version_is_the_same_in_all_files():
+    (cited,) = re.findall(r"^version: (.*)$", read("CITATION.cff"), re.MULTILINE)
+    declared = tomllib.loads(read("pyproject.toml"))["project"]["version"]
+    assert re.findall(r"^## (\d\S+)", read("CHANGELOG.md"), re.MULTILINE)[0] == cited == declared
