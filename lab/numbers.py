@@ -66,6 +66,7 @@ def reads(*csvs: str) -> Callable:
 
 
 # === Numbers without a function of their own ===
+@cache
 def look_up(name: str) -> Number:
     """Computes the number of a name. Raises KeyError for a name that says no number."""
     if name in listed():
