@@ -6,7 +6,8 @@ DPO into humanline DPO: the clamp in `clip_log_ratio`, and the sync before `opti
     python dpo_humanline.py  # one process, the embedded toy, half a minute
     torchrun --nproc-per-node 4 dpo_humanline.py --model ... --dataset ...
 
-To change the method, edit `dpo_loss`; evaluation uses it too. To read other data, edit `encode_row`.
+To change the method, edit `dpo_loss`; evaluation uses it too. To read other data, edit `encode_row`. Test
+another clip on tales (docs/humanline.md#3-one-training-step): the default toy hardly ever reaches a bound.
 
 Main differences from the authors' code (all: docs/dpo.md#differences-from-the-paper):
     - Gradients are clipped by their global norm. In the authors' code each rank uses the norm of its shards.
@@ -42,6 +43,7 @@ from support import checkpoint, data, run, sampling
 class Args:
     # algorithm
     beta: float = 0.1  # DPO's β (paper: 0.1)
+    sft_weight: float = 0.0  # weight of the chosen text's negative log-likelihood in the loss (paper: 0)
     # humanline
 
     # --no-humanline: no clipping, and syncs only when an online round starts
@@ -103,7 +105,7 @@ class Args:
     checkpoint_every: int = 100  # steps between checkpoints; 0: only one, at the end or after a signal
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     eval_every: int = 0  # steps between evaluations; 0: only before and after training
-    eval_samples: int = 256  # held-out rows, the first ones, whose prompts get a sample; 0: none
+    eval_samples: int = 256  # held-out rows, the first ones, whose prompts get an answer; 0: none
     track: bool = False  # log to Weights & Biases, too (pip install wandb)
 
 
@@ -156,6 +158,15 @@ def dpo_loss(log_ratio, mask, beta: float):
     return -F.logsigmoid(chosen - rejected)
 
 
+def chosen_nll(logps, mask):
+    """Computes the mean negative log-prob of each chosen completion's tokens, in nats per token, (P,).
+
+    DPO alone may lower the probability of both completions. --sft-weight adds this term, as in iterative
+    RPO (arXiv 2404.19733, equation 1). It needs the policy's log-probs, because log-ratios may be clipped.
+    """
+    return -(logps * mask).sum(-1).chunk(2)[0] / mask.sum(-1).chunk(2)[0]
+
+
 def implicit_rewards(log_ratio, mask, beta: float):
     """Computes β Σ_t log_ratio of the chosen and of the rejected completions, (P,) each."""
     return (beta * (log_ratio * mask).sum(-1)).chunk(2)
@@ -205,7 +216,9 @@ def main(args: Args):
     # The initial policy is the baseline of all evaluations, also of a resumed run. So it is evaluated, and
     # its weights are copied for eval/kl, before a checkpoint is loaded.
     initial_weights = sampling.copy_weights(reference) if held_out else []  # equal to the policy's until then
+    started = time.perf_counter()
     before = evaluate(args, policy, reference, initial_weights, sampler, held_out)
+    evaluation_time = time.perf_counter() - started
     # The steps and rounds that are done, and the pool of groups that were sampled but not yet used.
     progress = checkpoint.load_checkpoint(output_dir, policy, reference, optimizer)
     # After SIGINT, SIGTERM or SIGHUP, a step or the sampler ends the run with a checkpoint.
@@ -213,7 +226,7 @@ def main(args: Args):
     state = args, output_dir, policy, reference, optimizer, progress, signals
     sampler.end_after_signal = partial(checkpoint.end_after_signal, *state)
     shown = ["eval/loss", "rollout/reward_mean", "logps/chosen", "logps/rejected"]
-    log = run.Log(args, __file__, output_dir, progress.step, before, shown)
+    log = run.Log(args, __file__, output_dir, progress.step, before, evaluation_time, shown)
 
     for step in range(progress.step, args.num_steps):
         run.set_seed(args.seed, step, rank)  # so that a resumed run draws the same random numbers
@@ -258,6 +271,7 @@ def main(args: Args):
             log_ratio = logps - ref_logps  # (2P, T)
             clipped_log_ratio = clip_log_ratio(args, log_ratio)  # (2P, T)
             losses = dpo_loss(clipped_log_ratio, mask, args.beta)  # (P,)
+            losses = losses + args.sft_weight * chosen_nll(logps, mask)
             # Summed over ranks, this is the mean over the global batch. `view` only checks the shape, because
             # the loss is often edited.
             loss = losses.view(len(indices)).sum() / args.batch_size
@@ -459,19 +473,22 @@ def evaluate(
         logps, mask = utils.completion_logps(policy, examples, args.micro_batch_tokens)  # (2P, T) each
         log_ratio = logps - (initial.logps if initial else logps)  # 0 for the initial policy
         chosen, rejected = implicit_rewards(log_ratio, mask, args.beta)  # (P,) each
-        values["eval/loss"] = dpo_loss(log_ratio, mask, args.beta)
+        values["eval/loss"] = dpo_loss(log_ratio, mask, args.beta) + args.sft_weight * chosen_nll(logps, mask)
         values["eval/accuracy"] = utils.above(chosen, rejected)  # 1, 0.5 if equal, or 0
         values["eval/margin"] = chosen - rejected  # β · nats
-    samples, sample_values = sampler.evaluate(policy, reference, initial_weights, held_out, initial)
-    return utils.Evaluation(sample_values | values, samples, logps)  # in this order in the table at the end
+    samples, answers, sample_values = sampler.evaluate(policy, reference, initial_weights, held_out, initial)
+    # in this order in the table at the end
+    return utils.Evaluation(sample_values | values, samples, answers, logps)
 
 
 # === Metrics ===
 def pair_metrics(clipped_log_ratio, logps, mask, beta: float):
-    """Returns rewards and log-probs of each pair, (P,) each."""
+    """Returns both terms of the loss, rewards and log-probs of each pair, (P,) each."""
     chosen, rejected = implicit_rewards(clipped_log_ratio, mask, beta)
     chosen_logps, rejected_logps = logps.sum(-1).chunk(2)
     return {
+        "loss/dpo": dpo_loss(clipped_log_ratio, mask, beta),
+        "loss/chosen_nll": chosen_nll(logps, mask),
         "rewards/margins": chosen - rejected,
         "rewards/accuracies": utils.above(chosen, rejected),
         "rewards/chosen": chosen,

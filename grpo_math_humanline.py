@@ -217,7 +217,9 @@ def main(args: Args):
     # The initial policy is the baseline of all evaluations, also of a resumed run. So it is evaluated, and
     # its weights are copied for eval/kl, before a checkpoint is loaded.
     initial_weights = sampling.copy_weights(reference) if held_out else []  # equal to the policy's until then
+    started = time.perf_counter()
     before = evaluate(args, policy, reference, initial_weights, sampler, grader, held_out)
+    evaluation_time = time.perf_counter() - started
     # The steps that are done, and the pool of groups that were sampled but not yet used.
     progress = checkpoint.load_checkpoint(output_dir, policy, reference, optimizer)
     # After SIGINT, SIGTERM or SIGHUP, a step or the sampler ends the run with a checkpoint.
@@ -225,7 +227,7 @@ def main(args: Args):
     state = args, output_dir, policy, reference, optimizer, progress, signals
     sampler.end_after_signal = partial(checkpoint.end_after_signal, *state)
     shown = ["eval/accuracy", "rewards/accuracy"]
-    log = run.Log(args, __file__, output_dir, progress.step, before, shown)
+    log = run.Log(args, __file__, output_dir, progress.step, before, evaluation_time, shown)
 
     for step in range(progress.step, args.num_steps):
         run.set_seed(args.seed, step, rank)  # so that a resumed run draws the same random numbers

@@ -111,7 +111,7 @@ class Args:
     checkpoint_every: int = 100  # steps between checkpoints; 0: only one, at the end or after a signal
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     eval_every: int = 0  # steps between evaluations; 0: only before and after training
-    eval_samples: int = 256  # held-out rows, the first ones, whose prompts get a sample; 0: none
+    eval_samples: int = 256  # held-out rows, the first ones, whose prompts get an answer; 0: none
     track: bool = False  # log to Weights & Biases, too (pip install wandb)
 
 
@@ -252,7 +252,9 @@ def main(args: Args):
     # The initial policy is the baseline of all evaluations, also of a resumed run. So it is evaluated, and
     # its weights are copied for eval/kl, before a checkpoint is loaded.
     initial_weights = sampling.copy_weights(reference) if held_out else []  # equal to the policy's until then
+    started = time.perf_counter()
     before = evaluate(args, policy, reference, initial_weights, sampler, held_out)
+    evaluation_time = time.perf_counter() - started
     # The steps and rounds that are done, and the pool of groups that were sampled but not yet used.
     progress = checkpoint.load_checkpoint(output_dir, policy, reference, optimizer)
     # After SIGINT, SIGTERM or SIGHUP, a step or the sampler ends the run with a checkpoint.
@@ -260,7 +262,7 @@ def main(args: Args):
     state = args, output_dir, policy, reference, optimizer, progress, signals
     sampler.end_after_signal = partial(checkpoint.end_after_signal, *state)
     shown = ["eval/loss", "rollout/reward_mean", "logps/chosen", "logps/rejected"]
-    log = run.Log(args, __file__, output_dir, progress.step, before, shown)
+    log = run.Log(args, __file__, output_dir, progress.step, before, evaluation_time, shown)
 
     for step in range(progress.step, args.num_steps):
         run.set_seed(args.seed, step, rank)  # so that a resumed run draws the same random numbers
@@ -540,8 +542,9 @@ def evaluate(
         values["eval/loss"] = kto_loss(margins, desirable, args.lambda_D, args.lambda_U)
         values["eval/accuracy"] = utils.above(margins, 0)  # 1, 0.5 if equal, or 0
         values["eval/margin"] = margins  # β · nats
-    samples, sample_values = sampler.evaluate(policy, reference, initial_weights, held_out, initial)
-    return utils.Evaluation(sample_values | values, samples, logps)  # in this order in the table at the end
+    samples, answers, sample_values = sampler.evaluate(policy, reference, initial_weights, held_out, initial)
+    # in this order in the table at the end
+    return utils.Evaluation(sample_values | values, samples, answers, logps)
 
 
 if __name__ == "__main__":

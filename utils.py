@@ -275,7 +275,14 @@ class Evaluation(NamedTuple):
 
     values: dict  # {name: one value for each pair, example, group, problem or sample}
     samples: list  # one sample for the prompt of each of the first --eval-samples rows
+    answers: list = []  # a greedy answer to each of these prompts; in mathematics none
     logps: torch.Tensor | None = None  # (B, T) nats, of the held-out completions
+
+    @property
+    def counted(self) -> list:
+        """The texts that are scored and shown: samples if they have rewards, else greedy answers."""
+        scored = self.samples and self.samples[0].reward is not None
+        return self.samples if scored else self.answers
 
 
 def above(values, baseline):

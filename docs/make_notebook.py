@@ -118,7 +118,7 @@ def write_picture(file: Path, outputs: list[dict]):
                 page.write(html.unescape(framed[1]))
                 page.flush()
                 flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-                flags += ["--window-size=1000,360", f"--screenshot={file}"]
+                flags += ["--window-size=1000,510", f"--screenshot={file}"]
                 subprocess.run(["chromium", *flags, page.name], check=True, capture_output=True)
 
 

@@ -71,7 +71,7 @@ def judge_of(model: str):
 def score_samples(folder: Path, model: str) -> dict[str, float]:
     """Returns the judge's mean score of the last evaluation's samples. An unfinished sample costs 1."""
     lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    last = [line for line in lines if line["step"] == lines[-1]["step"]]
+    last = [line for line in lines if line["step"] == lines[-1]["step"] and not line["greedy"]]
     judge = judge_of(model)
     found = fmean(judge(line["prompt"], line["sample"]) for line in last)
     if "shell_game" not in model:  # the judge of the shell game gives 0 to an unfinished sample

@@ -441,13 +441,14 @@ class Log:
     The files: args.json, metrics.jsonl, samples.jsonl, summary.json and TensorBoard's.
     """
 
-    def __init__(self, args, file: str, folder: Path, start: int, before, names: list[str]):
+    def __init__(self, args, file: str, folder: Path, start: int, before, evaluation_time, names: list[str]):
         """Opens the files.
 
         Args:
             file: `__file__` of the script.
             start: the number of completed steps. Lines of later steps, which are repeated, are removed.
             before: the evaluation before training.
+            evaluation_time: its seconds.
             names: the metrics that stand beside the progress bar.
         """
         save_args(args, folder, file)
@@ -455,6 +456,8 @@ class Log:
         self.before = before
         self.names = names
         self.shown = {}  # {name: the newest value}
+        self.args = args
+        self.evaluation_time = evaluation_time  # None when `print_estimate` has used it
         # In a log file, a line at most every ten seconds.
         interval = 0.1 if sys.stderr.isatty() else 10
         self.bar = tqdm(total=args.num_steps, initial=start, mininterval=interval, disable=not is_main())
@@ -476,9 +479,23 @@ class Log:
         """Writes the metrics of a step."""
         append_line(self.folder / "metrics.jsonl", metrics)
         self.write_tensorboard(metrics["step"], metrics)
+        if self.evaluation_time is not None and "perf/rollout_time" not in metrics:
+            self.print_estimate(metrics["step"], metrics["perf/step_time"])
         self.shown |= {name: metrics[name] for name in self.names if name in metrics}
         self.bar.set_postfix(self.shown, refresh=False)
         self.bar.update()
+
+    def print_estimate(self, step: int, step_time: float):
+        """Prints how long the rest of the run takes, after the first step that did not sample."""
+        left = range(step + 1, self.args.num_steps)
+        evaluations = 1  # after training
+        if self.args.eval_every:
+            evaluations += sum(number % self.args.eval_every == 0 for number in left)
+        minutes = (evaluations * self.evaluation_time + len(left) * step_time) / 60
+        words = f"time: {self.evaluation_time:.0f} s an evaluation, {step_time:.1f} s a step"
+        online = getattr(self.args, "online", True)  # grpo_math, which has no such flag, always samples
+        print_main(f"{words}, so {minutes:.0f} minutes for the rest{' without its sampling' * online}")
+        self.evaluation_time = None
 
     def write_tensorboard(self, step: int, metrics):
         if is_main():
@@ -487,21 +504,23 @@ class Log:
             self.writer.flush()  # so that a killed run loses no step
 
     def write_evaluation(self, step: int, evaluation) -> dict[str, float]:
-        """Writes the samples of an evaluation after `step` updates. Returns its means, to be written."""
-        for sample in evaluation.samples:
-            line = {
-                "step": step,
-                "prompt": sample.question,
-                "sample": sample.text,
-                "reward": sample.reward,
-                "finished": sample.finished,
-                "tokens": len(sample.completion_ids),
-            }
-            append_line(self.folder / "samples.jsonl", line)
+        """Writes the texts of an evaluation after `step` updates. Returns its means, to be written."""
+        for greedy, samples in ((True, evaluation.answers), (False, evaluation.samples)):
+            for sample in samples:
+                line = {
+                    "step": step,
+                    "prompt": sample.question,
+                    "sample": sample.text,
+                    "greedy": greedy,
+                    "reward": sample.reward,
+                    "finished": sample.finished,
+                    "tokens": len(sample.completion_ids),
+                }
+                append_line(self.folder / "samples.jsonl", line)
         return {name: numbers.mean().item() for name, numbers in evaluation.values.items()}
 
     def report(self, step: int, after):
-        """Prints samples and a table of what training has changed, and writes summary.json.
+        """Prints answers and a table of what training has changed, and writes summary.json.
 
         after: the evaluation after training.
         """
@@ -516,7 +535,9 @@ class Log:
         tables = {"before": before.values, "after": after.values, "change": change}
         summary = {title: mean_and_error(values) for title, values in tables.items()}
         write_file(self.folder / "summary.json", json.dumps(summary, indent=2))
-        for first, last in zip(before.samples[:4], after.samples):
+        pairs = list(zip(before.counted, after.counted))
+        pairs.sort(key=lambda pair: pair[0].finished + pair[1].finished, reverse=True)  # whole texts first
+        for first, last in pairs[:4]:
             print(f"\nprompt: {last.question}")
             for title, sample in (("before", first), ("after", last)):
                 reward = "" if sample.reward is None else f"  [reward {sample.reward:.2f}]"

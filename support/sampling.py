@@ -23,7 +23,7 @@ from transformers import (
 
 from support import run
 from support.data import as_messages, render, tokenize, truncate_after_eos
-from utils import Example, InputError, above, completion_logps, pad_rows
+from utils import Evaluation, Example, InputError, above, completion_logps, pad_rows
 
 # === Sampler ===
 # Drawing samples on all ranks, their rewards, and their KL from the initial policy.
@@ -47,6 +47,7 @@ class Sampler:
         self.engine = None  # starts when the first samples are needed
         self.end_after_signal = lambda: None  # replaced when there is something to save
         self.rewards = None  # a function that returns the rewards of samples, (N,)
+        self.score = score
         if score and not run.will_sample(args):
             raise InputError("SCORE has nothing to score without --online or --eval-dataset")
         if score:
@@ -58,10 +59,13 @@ class Sampler:
             raise InputError("--online needs a --reward-model or a function as SCORE (docs/grpo.md)")
 
     @torch.no_grad()
-    def sample(self, policy, prompts: list[Example], count: int, seed: tuple):
+    def sample(self, policy, prompts: list[Example], count: int, seed: tuple | None, scored: bool = True):
         """Draws `count` samples for every prompt. The ranks share the work, and all ranks get all samples.
 
-        seed: (--seed, number). The number is 0 for an evaluation, and another one for each round.
+        Args:
+            seed: (--seed, number). The number is 0 for an evaluation, and another one for each round. None:
+                greedy answers, whose every token is the most probable one.
+            scored: whether the samples get their rewards, if there are any.
 
         Returns:
             For each prompt a list of its samples, and metrics.
@@ -84,7 +88,7 @@ class Sampler:
         checked = [(sample, logps) for sample, (_, logps) in zip(samples, outputs) if logps]
         if checked:
             metrics["rollout/logp_diff_mean"] = self.check_engine(policy, checked)
-        if self.rewards:
+        if self.rewards and scored:
             rewards = self.rewards(samples).tolist()
             samples = [sample._replace(reward=reward) for sample, reward in zip(samples, rewards)]
         # A signal may also have ended programs of a reward function, whose rewards must not be used.
@@ -114,29 +118,35 @@ class Sampler:
         return difference
 
     def evaluate(self, policy, reference, initial_weights: list, held_out: list[tuple], initial):
-        """Draws one sample for the prompts of the first rows, with the same seed in every evaluation.
+        """Gives the prompts of the first rows a greedy answer, to be read, and a sample, for the KL.
 
-        A prompt that stands in several rows is sampled once for each of them.
+        The samples have the same seed in every evaluation. A prompt that stands in several rows gets both for
+        each of them.
 
         Args:
             reference, initial_weights: as in `kl_from_initial`.
             initial: the evaluation of the initial policy, or None when this is that evaluation.
 
         Returns:
-            The samples, and {name: (N,)} of length, whether a sample finished, the KL from the initial policy
-            and, if the samples have rewards, the reward and the win rate over the initial policy's samples.
+            The samples, the answers, and {name: (N,)} of the KL of the samples from the initial policy and,
+            of the samples with a reward model, else of the answers, the length, whether they finished and, if
+            they have rewards, the reward and the win rate over the initial policy's.
         """
         prompts = [group[0] for group in held_out[: self.args.eval_samples]]
         if not prompts:
-            return [], {}
-        prompt_samples, _ = self.sample(policy, prompts, 1, (self.args.seed, 0))  # rounds count from 1
-        samples = [sample for (sample,) in prompt_samples]
-        values = {f"eval/{name}": statistic for name, statistic in sample_statistics(samples).items()}
-        values["eval/kl"] = self.kl_from_initial(policy, reference, initial_weights, samples)
+            return [], [], {}
+        # With a reward model, the paper scores samples. A function of the user's scores the answers.
+        by_model = self.rewards and not self.score
+        drawn, _ = self.sample(policy, prompts, 1, (self.args.seed, 0), by_model)  # rounds count from 1
+        greedy, _ = self.sample(policy, prompts, 1, None, not by_model)
+        found = Evaluation({}, [sample for (sample,) in drawn], [answer for (answer,) in greedy])
+        counted = sample_statistics(found.counted)
+        values = {f"eval/{name}": statistic for name, statistic in counted.items()}
+        values["eval/kl"] = self.kl_from_initial(policy, reference, initial_weights, found.samples)
         if self.rewards:
-            baseline = initial.samples if initial else samples
-            values["eval/win_rate"] = above(values["eval/reward"], sample_statistics(baseline)["reward"])
-        return samples, values
+            baseline = sample_statistics((initial or found).counted)
+            values["eval/win_rate"] = above(counted["reward"], baseline["reward"])
+        return found.samples, found.answers, values
 
     def kl_from_initial(self, policy, reference, initial_weights: list, samples: list[Example]):
         """Returns Σ_t log π_θ(y_t) - log π_0(y_t) of each sample in nats, (N,). π_0 is the initial policy.
@@ -168,18 +178,21 @@ def set_weights(model, weights: list[torch.Tensor]):
         parameter.to_local().copy_(weight)
 
 
-def generate_on_all_ranks(engine, prompts: list[array], seed: tuple) -> list[tuple]:
+def generate_on_all_ranks(engine, prompts: list[array], seed: tuple | None) -> list[tuple]:
     """Samples one completion for every prompt, on all ranks together.
 
     Each batch of prompts has its own random seed, so the samples do not depend on the number of ranks.
+    Without a seed, all completions are greedy.
 
     Returns:
         For each prompt (token ids, the engine's log-probs or None).
     """
     batches = []  # [(prompts, random seed), ...]
     for first in range(0, len(prompts), engine.batch_size):
-        batch_seed = np.random.SeedSequence((*seed, first)).generate_state(1)[0]
-        batches.append((prompts[first : first + engine.batch_size], int(batch_seed)))
+        batch_seed = None
+        if seed is not None:
+            batch_seed = int(np.random.SeedSequence((*seed, first)).generate_state(1)[0])
+        batches.append((prompts[first : first + engine.batch_size], batch_seed))
     engines = dist.get_world_size() // engine.ranks
     local = run.share(batches, dist.get_rank() // engine.ranks, engines)
     ranks_outputs = run.gather(engine.generate(local))
@@ -202,6 +215,7 @@ def sample_statistics(samples: list[Example]):
 #   update(weights)     loads the policy's weights, an iterator of (name, full tensor). It must be consumed to
 #                       its end, because each step gathers one weight from all ranks.
 #   generate(batches)   samples one completion for every prompt of the batches, [(prompts, random seed), ...].
+#                       Without a seed (None) the completions are greedy.
 #                       Returns (token ids, log-probs or None) for each prompt. The ids include the EOS token.
 #                       With a few log-probs, `check_engine` shows that the engine has the right weights.
 
@@ -219,15 +233,11 @@ class TransformersEngine:
         self.eos_ids = eos_ids
         dtype = run.storage_dtype(args)
         self.model = run.load_pretrained(args, AutoModelForCausalLM, args.model, dtype).to(device)
-        self.model.generation_config = GenerationConfig(  # replaces the model's own sampling settings
-            do_sample=True,
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=0,
-            eos_token_id=list(eos_ids),
-            pad_token_id=0,
-        )
+        common = dict(max_new_tokens=args.max_new_tokens, eos_token_id=list(eos_ids), pad_token_id=0)
+        sampled = dict(do_sample=True, temperature=args.temperature, top_p=args.top_p, top_k=0)
+        self.sampled = GenerationConfig(**common | sampled)
+        self.greedy = GenerationConfig(**common, do_sample=False)
+        self.model.generation_config = self.greedy  # replaces the model's own sampling settings
 
     def update(self, weights):
         own = self.model.state_dict()
@@ -240,9 +250,10 @@ class TransformersEngine:
         for prompts, seed in tqdm(batches, "sampling", leave=False, disable=not run.is_main()):
             input_ids = pad_rows(prompts, device, side="left").long()
             mask = pad_rows([[1] * len(prompt) for prompt in prompts], device, side="left")
+            config = self.greedy if seed is None else self.sampled
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                torch.manual_seed(seed)
-                rows = self.model.generate(input_ids, attention_mask=mask)
+                torch.manual_seed(seed or 0)
+                rows = self.model.generate(input_ids, attention_mask=mask, generation_config=config)
             completions = rows[:, input_ids.shape[1] :].tolist()
             outputs += [(truncate_after_eos(ids, self.eos_ids), None) for ids in completions]
         return outputs
@@ -290,14 +301,10 @@ class VllmEngine:
         self.llm.llm_engine.engine_core._finalizer.detach()  # vLLM 0.32 would destroy our process group
         torch.set_float32_matmul_precision(precision)
         gc.unfreeze()  # vLLM 0.32 freezes all objects, ours too, and frozen objects are never collected
-        self.params = SamplingParams(
-            max_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            ignore_eos=True,  # of vLLM's own EOS token; ours are stop tokens
-            stop_token_ids=list(eos_ids),
-            detokenize=False,
-        )
+        common = dict(max_tokens=args.max_new_tokens, stop_token_ids=list(eos_ids), detokenize=False)
+        common["ignore_eos"] = True  # of vLLM's own EOS token; ours are stop tokens
+        self.sampled = SamplingParams(temperature=args.temperature, top_p=args.top_p, **common)
+        self.greedy = SamplingParams(temperature=0, **common)
 
     def update(self, weights):
         self.llm.wake_up(tags=["weights"])  # no effect if the engine is awake
@@ -310,7 +317,7 @@ class VllmEngine:
         params = []
         for number, (prompts, seed) in enumerate(batches):
             requests.append({"prompt_token_ids": list(prompts[0])})
-            request_params = self.params.clone()
+            request_params = (self.greedy if seed is None else self.sampled).clone()
             request_params.seed = seed
             # 0: of the sampled token alone. Log-probs of every sample would double the time.
             request_params.logprobs = 0 if number < 8 else None
@@ -349,9 +356,12 @@ def as_rewards(values, count: int) -> torch.Tensor:
 
     values: numbers, or tensors of one number, in the order of the samples.
     """
-    rewards = torch.tensor([float(value) for value in values], dtype=torch.float64)
-    if len(rewards) != count or not rewards.isfinite().all():
-        raise InputError(f"the rewards must be {count} finite numbers, not {rewards}")
+    try:
+        rewards = torch.tensor([float(value) for value in values], dtype=torch.float64)
+    except (TypeError, ValueError):  # for example of a function without `return`
+        rewards = None
+    if rewards is None or len(rewards) != count or not rewards.isfinite().all():
+        raise InputError(f"the rewards must be {count} finite numbers, not {values}")
     return rewards
 
 

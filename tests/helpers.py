@@ -375,7 +375,7 @@ def commands_of(page: str) -> list[tuple[str, list[str]]]:
     """Returns (page, words) of the commands in blocks of shell code and in code within the text."""
     text = (ROOT / page).read_text(encoding="utf-8")
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```bash(?: \.noeval)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     for code in re.findall(r"`([^`\n]+)`", prose):
         if code.startswith(("torchrun ", "python ", "for ")):
             blocks.append(code)

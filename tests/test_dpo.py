@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import dpo_humanline
 import utils
-from dpo_humanline import Args, clip_log_ratio, dpo_loss, implicit_rewards
+from dpo_humanline import Args, chosen_nll, clip_log_ratio, dpo_loss, implicit_rewards
 from support import run
 from support.sampling import best_and_worst
 from utils import Example
@@ -64,6 +64,26 @@ def test_loss_equals_equation_6_by_hand_and_its_gradient_finite_differences(boun
     assert torch.autograd.gradcheck(
         lambda x: dpo_loss(clip_log_ratio(args, x), mask, 0.5).sum(), variable, eps=1e-7
     )
+
+
+def test_the_likelihood_term_is_the_mean_over_the_chosen_tokens_and_enters_loss_and_eval_loss(tmp_path):
+    logps, mask = batch()  # of 3 pairs; the values after a row's end must not count
+    rows = zip(logps.tolist(), [6, 4, 1])
+    by_hand = [-sum(row[:length]) / length for row, length in rows]
+    assert chosen_nll(logps, mask).tolist() == pytest.approx(by_hand, rel=1e-12)
+    variable = logps.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: chosen_nll(x, mask), variable)
+
+    flags = [*SHORT, "--eval-dataset", PAIRS, "--eval-samples", "0", "--num-steps", "2", "--lr", "0"]
+    folder = run_here(dpo_humanline, *flags, "--sft-weight", "0.3", "--output-dir", tmp_path / "run")
+    for step in metrics(folder):
+        parts = step["loss/dpo"] + 0.3 * step["loss/chosen_nll"]
+        assert step["loss"] == pytest.approx(parts, rel=1e-12)
+        assert step["loss/dpo"] == pytest.approx(math.log(2)) and step["loss/chosen_nll"] > 0.1
+    summary = json.loads((folder / "summary.json").read_text())
+    plain = run_here(dpo_humanline, *flags, "--output-dir", tmp_path / "plain")
+    assert json.loads((plain / "summary.json").read_text())["after"]["eval/loss"][0] == math.log(2)
+    assert summary["after"]["eval/loss"][0] > math.log(2) + 0.03
 
 
 def test_without_bounds_and_syncs_a_run_is_the_one_without_humanline(tmp_path):

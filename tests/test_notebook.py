@@ -8,7 +8,8 @@ import pytest
 
 from docs import make_notebook
 
-CLAMP = ("clipped = log_ratio  # line 1: change this", "clipped = log_ratio.clamp(-1.5, 1.5)")
+CLAMP = ("return log_ratio  # line 1: change this", "return log_ratio.clamp(-1.5, 1.5)")
+ONE_SIDED = (CLAMP[0], "return log_ratio.clamp(max=1.5)")  # which has the losses of the script
 SYNC = "    if step % k == 0:\n        reference.load_state_dict(policy.state_dict())\n"
 UPDATE = "    optimizer.step()"
 BEFORE, AFTER = (UPDATE, f"{SYNC}{UPDATE}"), (UPDATE, f"{UPDATE}\n{SYNC[:-1]}")
@@ -18,13 +19,14 @@ KTO = [
     ("margin = beta * z ", "margin = beta * torch.cat([z[:32] - z_0, z_0 - z[32:]]) "),
     BEFORE,
 ]
-# The exercise, its edits, and what it says, or "" if it is solved. The page tells these steps.
+# The exercise, its edits, and what it says, or "" if it is solved. docs/solutions.md tells these steps.
 GRPO_CHECK, KTO_CHECK = 'check(losses, "grpo")', 'check(losses, "kto")'
 ATTEMPTS = [
     (GRPO_CHECK, [], "step 5: "),
     (GRPO_CHECK, [CLAMP, BEFORE], ""),
     (GRPO_CHECK, [BEFORE], "step 13: "),
     (GRPO_CHECK, [CLAMP], "step 5: "),
+    (GRPO_CHECK, [ONE_SIDED, BEFORE], "your values and gradients: "),
     (GRPO_CHECK, [CLAMP, AFTER], "step 1: "),
     (KTO_CHECK, [], "step 1: "),
     (KTO_CHECK, KTO, ""),
@@ -32,12 +34,12 @@ ATTEMPTS = [
     ("def weight", [("return margin", "return 1 / (1 + margin.exp())")], ""),
 ]
 ATTEMPT = """
-found = ""
+said = ""
 try:
     exec({source!r})
 except AssertionError as error:
-    found = str(error)
-assert found.startswith({says!r}) and bool(found) == bool({says!r}), found
+    said = str(error)
+assert said.startswith({says!r}) and bool(said) == bool({says!r}), said
 """
 
 
@@ -84,14 +86,21 @@ def test_the_cells_run_and_the_exercises_fail_until_they_are_solved():
     page = make_notebook.read_page()
     notebook = nbformat.from_dict(page)
     notebook.cells = make_notebook.cells_to_run(page)
-    (loop,) = [cell.source for cell in notebook.cells if cell.source.startswith("k = 4")]
-    sync = re.search(r"^    if step % k == 0:\n.*\n", loop, re.MULTILINE)[0]
-    late = loop.replace(sync, "").replace(f"{UPDATE}\n", f"{UPDATE}\n{sync}").replace("k = 4", "k = 1", 1)
+    (loop,) = [cell.source for cell in notebook.cells if "def train(k)" in cell.source]
+    sync = re.search(r"^ +if step % k == 0:\n.*\n", loop, re.MULTILINE)[0]
+    late = loop.replace(sync, "").replace(f"{UPDATE}\n", f"{UPDATE}\n{sync}")
+    assert late.index(sync) > late.index(UPDATE)
     exercises = [(exercise(page.cells, name, edits), says) for name, edits, says in ATTEMPTS]
     order = exercise(page.cells, "math.log(2)", [])
     for source, says in [*exercises, (order, "["), (f"{late}\n{order}", "")]:
         notebook.cells.append(nbformat.v4.new_code_cell(ATTEMPT.format(source=source, says=says)))
     make_notebook.execute(notebook)
+
+
+def test_the_command_of_the_page_is_that_of_the_losses():
+    page = " ".join(make_notebook.PAGE.read_text().replace("\\\n", " ").split())
+    flags = make_notebook.SIXTEEN_STEPS
+    assert f"python dpo_humanline.py {flags}" in page
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ import grpo_humanline
 import grpo_math_humanline
 import kto_humanline
 from support import run
-from utils import InputError
+from utils import Evaluation, InputError
 
 SCRIPTS = {module.__name__: module for module in (dpo_humanline, kto_humanline, grpo_humanline)}
 SCRIPTS["grpo_math_humanline"] = grpo_math_humanline
@@ -356,8 +356,9 @@ def test_an_evaluation_is_compared_with_the_first_one_row_by_row(finished):
 def test_samples_of_every_evaluation_are_kept_and_truncated_ones_are_marked(finished):
     folder, said = finished
     samples = read_rows(folder / "samples.jsonl")
-    assert [sample["step"] for sample in samples] == [0] * 4 + [2] * 4 + [4] * 4
-    assert {*samples[0]} == {"step", "prompt", "sample", "reward", "finished", "tokens"}
+    assert [sample["step"] for sample in samples] == [0] * 8 + [2] * 8 + [4] * 8
+    assert [sample["greedy"] for sample in samples] == 3 * ([True] * 4 + [False] * 4)
+    assert {*samples[0]} == {"step", "prompt", "sample", "greedy", "reward", "finished", "tokens"}
     assert [sample["prompt"] for sample in samples[:4]] == [row["prompt"] for row in read_rows(PAIRS)[:4]]
     assert all(sample["tokens"] == 4 and not sample["finished"] for sample in samples)  # a bouquet has 9
     assert said.count("  [truncated at --max-new-tokens]\n") == 8
@@ -371,13 +372,30 @@ def test_samples_of_every_evaluation_are_kept_and_truncated_ones_are_marked(fini
     ],
 )
 def test_the_bar_shows_what_the_script_names(metric_lines, shown, tmp_path):
-    args = SimpleNamespace(num_steps=9, track=False)
+    args = SimpleNamespace(num_steps=9, track=False, eval_every=3, online=False)
     names = ["rollout/reward_mean", "logps/chosen"]
-    log = run.Log(args, "x.py", tmp_path, 1, SimpleNamespace(values={}, samples=[]), names)
+    log = run.Log(args, "x.py", tmp_path, 1, Evaluation({}, []), 90.0, names)
     for step, line in enumerate(metric_lines):
-        log.write({"step": step} | line)
+        log.write({"step": step, "perf/step_time": 30.0} | line)
     log.bar.close()
     assert log.shown == shown
+
+
+@pytest.mark.parametrize(
+    ("online", "words"),
+    [
+        (False, "time: 90 s an evaluation, 18.0 s a step, so 7 minutes for the rest\n"),  # 3 and 7
+        (True, "time: 90 s an evaluation, 18.0 s a step, so 6 minutes for the rest without its sampling\n"),
+    ],
+)
+def test_the_first_step_without_sampling_estimates_the_rest_of_the_run(online, words, tmp_path, capsys):
+    args = SimpleNamespace(num_steps=9, track=False, eval_every=3, online=online)
+    log = run.Log(args, "x.py", tmp_path, 1, Evaluation({}, []), 90.0, [])
+    for step in (1, 2, 3):
+        sampled = {"perf/rollout_time": 5.0} if online and step == 1 else {}
+        log.write({"step": step, "perf/step_time": 18.0} | sampled)
+    log.bar.close()
+    assert capsys.readouterr().out == words
 
 
 def test_a_resumed_run_is_one_run_in_the_files_of_metrics_and_in_tensorboard(tmp_path):
@@ -391,7 +409,7 @@ def test_a_resumed_run_is_one_run_in_the_files_of_metrics_and_in_tensorboard(tmp
     run_ranks(1, [["--resume", str(folder), "--num-steps", "5"]])
     assert [line["step"] for line in metrics(folder)] == [0, 1, 2, 3, 4]
     steps = [sample["step"] for sample in read_rows(folder / "samples.jsonl")]
-    assert steps == [number for number in range(6) for _ in range(4)]
+    assert steps == [number for number in range(6) for _ in range(8)]
     events = EventAccumulator(str(folder)).Reload()
     for key in ("loss", "grad_norm", "rewards/margins"):
         found = {event.step: event.value for event in events.Scalars(key)}

@@ -202,9 +202,10 @@ def run_example(folder, monkeypatch, script, page: str, name: str, *flags) -> li
 def test_the_pages_function_gives_the_rewards_of_online_grpo(tmp_path, monkeypatch):
     flags = "--online --reward-model= --round-prompts 16 --batch-size 8 --max-new-tokens 20".split()
     samples = run_example(tmp_path, monkeypatch, grpo_humanline, "grpo.md", "SCORE = short", *flags)
-    for sample in samples:
-        assert sample["reward"] == pytest.approx(sample["finished"] - 0.1 * sample["tokens"], abs=1e-6)
-    assert len({sample["reward"] for sample in samples}) > 1
+    answers = [sample for sample in samples if sample["greedy"]]
+    for answer in answers:
+        assert answer["reward"] == pytest.approx(answer["finished"] - 0.1 * answer["tokens"], abs=1e-6)
+    assert len({answer["reward"] for answer in answers}) > 1
     assert metrics(tmp_path / "run")[0]["grad_norm"] > 0
 
 
@@ -221,9 +222,39 @@ def test_a_function_reads_another_column_of_the_row(tmp_path, monkeypatch):
     flags += ["--round-prompts", "4", "--samples-per-prompt", "8", "--eval-samples", "8", "--num-steps", "2"]
     samples = read_rows(run_here(grpo_humanline, *flags, "--output-dir", tmp_path / "run") / "samples.jsonl")
     columns = {row["prompt"]: row["words"] for row in rows}
-    for sample in samples:
-        assert sample["reward"] == sum(word in sample["sample"] for word in columns[sample["prompt"]])
-    assert any(sample["reward"] for sample in samples)
+    answers = [sample for sample in samples if sample["greedy"]]
+    for answer in answers:
+        assert answer["reward"] == sum(word in answer["sample"] for word in columns[answer["prompt"]])
+    assert any(answer["reward"] for answer in answers)
+
+
+def test_a_function_scores_greedy_answers_and_a_reward_model_scores_samples(one_rank):
+    sampler, prompts = make_sampler("--max-new-tokens", "6")
+    groups = [(prompt,) for prompt in prompts]
+    policy, reference = sharded(), sharded()
+    initial_weights = sampling.copy_weights(reference)
+    asked = []
+
+    def length(samples):
+        asked.extend(samples)
+        return torch.tensor([float(len(sample.completion_ids) + sample.finished) for sample in samples])
+
+    sampler.rewards = length
+    for score in (None, length):  # a reward model; a function
+        sampler.score = score
+        asked.clear()
+        samples, answers, _ = sampler.evaluate(policy, reference, initial_weights, groups, None)
+        baseline = utils.Evaluation({}, samples, answers)
+        disturb(policy, 1)
+        samples, answers, values = sampler.evaluate(policy, reference, initial_weights, groups, baseline)
+        counted, before = (answers, baseline.answers) if score else (samples, baseline.samples)
+        rewards = [text.reward for text in counted]
+        assert values["eval/reward"].tolist() == rewards
+        assert values["eval/length"].tolist() == [len(text.completion_ids) for text in counted]
+        pairs = zip(rewards, (text.reward for text in before))
+        assert values["eval/win_rate"].tolist() == [(new > old) + 0.5 * (new == old) for new, old in pairs]
+        assert asked == [text._replace(reward=None) for text in before + counted]
+        assert [text.text for text in answers] != [text.text for text in samples]
 
 
 @pytest.mark.slow
@@ -366,14 +397,14 @@ def test_eval_kl_is_the_log_ratio_to_the_initial_policy_and_the_reference_is_as_
     groups = [(prompt,) for prompt in prompts]
     policy, reference = sharded(), sharded()
     initial_weights = sampling.copy_weights(reference)
-    samples, values = sampler.evaluate(policy, reference, initial_weights, groups, None)
+    samples, _, values = sampler.evaluate(policy, reference, initial_weights, groups, None)
     assert values["eval/kl"].tolist() == [0] * 8
     initial = plain_copy(policy)
     disturb(policy, 1)
     disturb(reference, 2)
     before = [parameter.to_local().clone() for parameter in reference.parameters()]
     baseline = utils.Evaluation({}, samples)
-    samples, values = sampler.evaluate(policy, reference, initial_weights, groups, baseline)
+    samples, _, values = sampler.evaluate(policy, reference, initial_weights, groups, baseline)
     trained = plain_copy(policy)
     expected = [summed_logps(trained, sample) - summed_logps(initial, sample) for sample in samples]
     assert values["eval/kl"].tolist() == pytest.approx(expected, abs=1e-5)
@@ -381,14 +412,14 @@ def test_eval_kl_is_the_log_ratio_to_the_initial_policy_and_the_reference_is_as_
     assert all(torch.equal(p.to_local(), old) for p, old in zip(reference.parameters(), before))
 
 
-def test_samples_are_the_policys_and_end_with_an_eos_token_or_are_unfinished(one_rank):
-    """The engine has the weights of the last update, which shows in greedy samples."""
-    sampler, prompts = make_sampler("--temperature", "1e-4", "--max-new-tokens", "6")
+def test_answers_are_greedy_and_end_with_an_eos_token_or_are_unfinished(one_rank):
+    """The engine has the weights of the last update, which shows in greedy answers."""
+    sampler, prompts = make_sampler("--max-new-tokens", "6")
     policy = sharded()
     for seed in (1, 2):
         disturb(policy, seed)
         plain = plain_copy(policy)
-        groups, logged = sampler.sample(policy, prompts, 2, (1, seed))
+        groups, logged = sampler.sample(policy, prompts, 2, None)
         for prompt, (one, two) in zip(prompts, groups, strict=True):
             assert one == two and one.prompt == prompt.prompt
             ids = list(one.completion_ids)

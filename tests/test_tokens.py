@@ -77,6 +77,10 @@ def test_a_page_has_the_log_ratios_of_the_steps(name, pages):
             found = [abs(x) for group in step["groups"] for row in group["rows"] for x in row["x"]]
             expected = line["humanline/log_ratio_abs_mean"]
             assert fmean(found) == pytest.approx(expected, rel=1e-4) and expected > 1e-3
+            clipped = [
+                sum(abs(x) > 1.5 for row in group["rows"] for x in row["x"]) for group in step["groups"]
+            ]
+            assert clipped == sorted(clipped, reverse=True)
 
 
 @pytest.mark.slow
@@ -91,14 +95,19 @@ def test_the_sliders_change_the_numbers_to_what_the_script_computes(pages):
     x = pad(sequences, True).requires_grad_()
     mask = pad([torch.ones_like(sequence) for sequence in sequences], True)
     A = torch.tensor([row["A"] for row in rows], dtype=torch.float64)
-    for bound in (0.3, 1.5):
-        dom = browse(page, f"step=6&bound={bound}")
+
+    def numbers(bound: float) -> dict[str, str]:
         clipped = x.clamp(-bound, bound)
         found = utils.clipping_metrics(x, -bound, bound)
         found["grpo/clip_fraction"] = script.grpo_metrics(clipped, x, A, args.epsilon)["grpo/clip_fraction"]
         found["loss"] = script.grpo_loss(clipped, x, A, args.beta, args.epsilon)
-        wanted = {name: f"{(values * mask).sum() / mask.sum():.4f}" for name, values in found.items()}
-        assert dict(re.findall(r'data-name="([^"]+)">([^<]+)<', dom)) == wanted
+        return {name: f"{(values * mask).sum() / mask.sum():.4f}" for name, values in found.items()}
+
+    for bound in (0.3, 1.5):
+        dom = browse(page, f"step=6&bound={bound}")
+        clipped = x.clamp(-bound, bound)
+        assert dict(re.findall(r'data-name="([^"]+)">([^<]+)<', dom)) == numbers(bound)
+        assert dict(re.findall(r'data-unbound="([^"]+)">([^<]+)<', dom)) == numbers(float("inf"))
         without_kl = script.grpo_loss(clipped, x, A, 0.0, args.epsilon)
         (gradient,) = torch.autograd.grad((without_kl * mask).sum(), x)
         titles = re.findall(r"push (-?[0-9.]+)", dom[: dom.index("<script")])
@@ -138,6 +147,18 @@ def test_texts_are_shown_as_they_are(byte_tokenizer, tmp_path):
     escaped = HARD.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("\n", "⏎\n")
     assert shown.replace("·", "") == escaped
     assert "<b>bold" not in body and "<title>&lt;title&gt;</title>" in dom
+
+
+def test_a_struck_token_has_no_space_and_a_page_without_one_says_so(tmp_path):
+    row = {"title": "a", "A": 1, "texts": ["the", " bear"], "x": [0.1, 2.0]}
+    steps = [{"step": 3, "log": {}, "groups": [{"prompt": "", "rows": [row, row]}]}]
+    page = tmp_path / "page.html"
+    page.write_text(tokens.page("One pair", {"kind": "dpo", "beta": 1, "low": -1, "high": 1}, steps))
+    dom = browse(page)
+    assert re.findall(r'class="cut"[^>]*>([^<]*)<', dom) == ["bear", "bear"]
+    assert ">One pair, step 3<" in dom and re.search(r'id="none"[^>]* hidden', dom)
+    dom = browse(page, "bound=2.5")
+    assert 'class="cut"' not in dom and not re.search(r'id="none"[^>]* hidden', dom)
 
 
 def test_words_get_the_spaces_between_them():

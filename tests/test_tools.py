@@ -1,17 +1,21 @@
-"""Tests tools/: estimates of memory, faults that the check of a GPU finds, and curves."""
+"""Tests tools/: memory, faults that the check of a GPU finds, two runs side by side, questions, and curves."""
 
 import json
+import math
 import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import PAIRS, ROOT, metrics, run_ranks
+from helpers import PAIRS, ROOT, metrics, read_rows, run_here, run_ranks, write_rows
 from transformers import AutoModelForCausalLM
 
+import dpo_humanline
 import utils
 from support import run
-from tools import cuda_check, curves, memory, scripts
+from tools import compare, cuda_check, curves, memory, questions, scripts
 
 PARAMETERS = {  # published
     "llama-3-8b": 8_030_261_248,
@@ -129,3 +133,116 @@ def test_curves_have_what_runs_wrote_and_evaluations_at_both_ends(tmp_path, caps
     assert f"{sum(after) / 2:.3f} ± " in capsys.readouterr().out and (tmp_path / "curves.png").exists()
     with pytest.raises(SystemExit, match="has no metric eval/acuracy"):
         curves.curve(folders[0], "eval/acuracy")
+
+
+# === compare and questions ===
+def fake_run(folder: Path, texts: list[tuple], kl: float, by_model: bool = False) -> Path:
+    """Writes what a finished run leaves. texts: [(step, prompt, answer, reward, finished), ...]."""
+    folder.mkdir()
+    lines = []
+    for number, prompt, answer, reward, finished in texts:
+        row = {"step": number, "prompt": prompt, "finished": finished, "tokens": len(answer)}
+        lines.append(row | {"sample": answer, "greedy": not by_model, "reward": reward})
+        lines.append(row | {"sample": "other", "greedy": by_model, "reward": None})
+    (folder / "samples.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    after = {"eval/reward": [0.0, 0.0, 1], "eval/kl": [kl, 0.3, 40], "eval/accuracy": [0.9, 0.04, 40]}
+    summary = {"before": {"eval/kl": [0.0, 0.0, 40]}, "after": after}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    steps = [{"step": i, "logps/chosen": -50.0 - i, "logps/rejected": -70.0} for i in range(3)]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in steps))
+    return folder
+
+
+def compare_runs(tmp_path, rewards: list[list[float]], kls=(1.0, 2.0)) -> tuple:
+    """Returns the table and the verdict of two runs with these rewards, and their folders."""
+    folders = []
+    for name, scores, kl in zip("ab", rewards, kls):
+        texts = [(0, f"p{i}", "before", 0.0, True) for i in range(len(scores))]
+        texts += [(3, f"p{i}", f"{name}<{i}", score, i > 0) for i, score in enumerate(scores)]
+        folders.append(fake_run(tmp_path / name, texts, kl))
+    runs = [compare.read_run(folder) for folder in folders]
+    table = compare.differences(*runs)
+    return table, compare.verdict(*runs, table), folders
+
+
+def test_the_error_of_a_difference_of_scores_is_paired_by_prompt(tmp_path):
+    first, second = [i % 7 / 7 for i in range(40)], [i % 7 / 7 + 0.1 + 0.01 * (i % 2) for i in range(40)]
+    table, said, folders = compare_runs(tmp_path, [first, second])
+    leads = np.subtract(second, first)
+    error = leads.std(ddof=1) / math.sqrt(40)
+    wanted = [np.mean(first), np.std(first, ddof=1) / math.sqrt(40), np.mean(second)]
+    wanted += [np.std(second, ddof=1) / math.sqrt(40), leads.mean(), error]
+    assert table.loc["reward"].tolist() == pytest.approx(wanted)
+    assert table.loc["finished", "first"] == 39 / 40
+    assert table.loc["eval/kl"].tolist() == pytest.approx([1, 0.3, 2, 0.3, 1, 0.3 * math.sqrt(2)])
+    assert said == f"{folders[1]} scores 0.10 ± 0.00 more than {folders[0]}"
+
+
+@pytest.mark.parametrize(
+    ("second", "kls", "words"),
+    [
+        ([1.0] * 40, (1, 30), "went 30.0 nats from the initial model and not 1.0"),
+        ([0.0] * 40, (1, 1), "keep the simpler run"),
+        ([0.0] * 38 + [1.0, 1.0], (1, 1), "a difference must be above 0.07, two standard errors"),
+        ([1.0] * 29, (1, 1), "29 prompts are too few"),
+        ([None] * 40, (1, 1), "without SCORE or --reward-model nothing is counted"),
+    ],
+)
+def test_the_verdict_follows_the_rule_of_the_page(second, kls, words, tmp_path):
+    first = [None if score is None else 0.0 for score in second]
+    _, said, _ = compare_runs(tmp_path, [first, second], kls)
+    assert words in said
+
+
+def test_the_page_of_a_comparison_has_all_answers_escaped_and_the_picture(tmp_path, capsys):
+    _, _, folders = compare_runs(tmp_path, [[0.0] * 40, [0.5] * 40])
+    for folder, right in zip(folders, ([1, 0, 1, 1], [1, 0, 0, 1])):
+        (folder / "questions.json").write_text(json.dumps({"before": [1, 1, 1, 1], "after": right}))
+    compare.main(*folders)
+    page = (folders[1] / "compare.html").read_text()
+    for i in range(40):
+        assert f"<td>a&lt;{i}{' <span' if i == 0 else ''}" in page and f"<td>b&lt;{i}" in page
+    assert page.count("data:image/png;base64,iVBOR") == 1 and "other" not in page
+    said = capsys.readouterr().out
+    assert "right answers" in said and "-0.250 ±   0.250" in said
+    assert "verdict: " in said and f"{folders[0]}: a<0\n" in said
+
+
+def test_runs_that_cannot_be_compared_are_refused(tmp_path):
+    first = fake_run(tmp_path / "first", [(0, "p0", "x", 0.0, True)], 1.0)
+    other = fake_run(tmp_path / "other", [(0, "q", "x", 0.0, True)], 1.0)
+    with pytest.raises(utils.InputError, match="other held-out prompts"):
+        compare.main(first, other)
+    by_model = fake_run(tmp_path / "model", [(0, "p0", "x", 0.0, True)], 1.0, by_model=True)
+    with pytest.raises(utils.InputError, match="scored by a reward model"):
+        compare.main(first, by_model)
+    (first / "summary.json").unlink()
+    with pytest.raises(utils.InputError, match="no summary.json"):
+        compare.main(first, other)
+
+
+def test_an_answer_is_right_if_an_accepted_word_stands_in_it_as_a_whole():
+    assert questions.is_right(["seven", "7"], "There are 7.") and questions.is_right(["h2o"], "It is H2O")
+    assert not questions.is_right(["7"], "There are 17.") and not questions.is_right(["late"], "Chocolate")
+
+
+def test_no_question_holds_its_answer():
+    rows = read_rows(questions.QUESTIONS)
+    assert len({row["prompt"] for row in rows}) == 40
+    for row in rows:
+        assert row["answers"] == [word.lower() for word in row["answers"]]
+        assert not questions.is_right(row["answers"], row["prompt"])
+
+
+def test_right_answers_are_counted_before_and_after_a_run(tmp_path, capsys, monkeypatch):
+    """The toy knows one word of an answer by chance; the final model is the initial one."""
+    flags = ["--dataset", PAIRS, "--eval-dataset", "", "--num-steps", "1", "--lr", "0"]
+    folder = run_here(dpo_humanline, *flags, "--output-dir", tmp_path / "run")
+    rows = [{"prompt": f"for {name}", "answers": ["poppy", "holly"]} for name in ("boy", "queen", "clerk")]
+    monkeypatch.setattr(questions, "QUESTIONS", Path(write_rows(tmp_path / "questions.jsonl", rows)))
+    questions.main(folder)
+    found = json.loads((folder / "questions.json").read_text())
+    assert found["before"] == found["after"] and set(found["before"]) == {0, 1}
+    mean = sum(found["after"]) / 3
+    said = capsys.readouterr().out
+    assert f"right answers of 3: {mean:.2f} before, {mean:.2f} after, 0.00 ± 0.00 more" in said

@@ -19,6 +19,7 @@ from scipy import stats
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.lines import Line2D  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = {  # {script: its default learning rate and k}
@@ -29,8 +30,12 @@ REFERENCE = {  # {script: its default learning rate and k}
 }
 FAULTS = {  # {end of a log's name: (the fault, last step to draw)}
     "late": ("sync after the update", 64),
-    "never": ("reference never synced", 160),
+    "never": ("reference never synced, at the same rate", 160),
     "lr": ("learning rate ten times too large", 160),
+}
+STYLES = {  # {label: how its lines are drawn, in the pictures with faults}
+    "default runs": {"color": "0.65", "lw": 2.5},
+    "one broken run": {"color": "#D55E00", "lw": 1.2},
 }
 PANELS = ("eval/reward", "loss", "humanline/log_ratio_abs_mean", "grad_norm")
 
@@ -87,9 +92,11 @@ def draw_reference():
     for script in ("dpo", "grpo"):
         figure, axes = plt.subplots(len(FAULTS), len(PANELS), figsize=(15, 8.5), layout="constrained")
         for row, (fault, (title, last)) in zip(axes, FAULTS.items()):
-            draw_log(row, script, last, color="0.65", lw=2.5)
-            draw_log(row, f"{script}_{fault}", last, color="#D55E00", lw=1.2)
+            for name, style in zip((script, f"{script}_{fault}"), STYLES.values()):
+                draw_log(row, name, last, **style)
             row[0].set_title(f"{script}: {title}")
+        lines = [Line2D([], [], label=label, **style) for label, style in STYLES.items()]
+        figure.legend(handles=lines, loc="outside upper right", ncols=2)
         figure.savefig(ROOT / f"docs/broken_{script}.png", dpi=90)
 
 

@@ -1,11 +1,16 @@
 """Writes a page that shows what humanline clipping removes from the batches of a run, token by token.
 
-    python dpo_humanline.py --checkpoint-every 16 --keep-checkpoints 100 --output-dir runs/mine
-    python tools/tokens.py --run runs/mine  # writes runs/mine/tokens.html
+    TALES="--model toy/tales/policy --dataset toy/tales/preferences_train.jsonl.gz --max-prompt-length 64"
+    SAVE="--checkpoint-every 4 --keep-checkpoints 100 --output-dir runs/tales"
+    python dpo_humanline.py $TALES --max-length 128 --k 4 --lr 1e-3 --num-steps 16 $SAVE
+    python tools/tokens.py --run runs/tales  # writes runs/tales/tokens.html
+
+(DPO's default toy has nothing to show, because its log-ratios hardly ever reach a bound.)
 
 The page is one file that loads nothing. It has a slider for the step and one for the bound of the log-ratios.
 A token beyond the bound is struck out, and the loss, the margins and the push on every token change at once.
-#step=32&bound=0.5 at the end of the address sets both sliders.
+Groups with the most tokens beyond the run's own bounds come first. #step=12&bound=0.5 at the end of the
+address sets both sliders.
 
 A checkpoint after N steps holds both models as step N finds them. So this program loads them and scores the
 batch of step N again, with the functions of the script. The page has the metrics of metrics.jsonl beside its
@@ -119,18 +124,22 @@ def mismatched_log_ratios(script, args, policy, reference, batch: list[tuple]) -
 def describe_step(
     script, args, tokenizer, models, batch: list[tuple], step: int, log: dict, shown: int
 ) -> dict:
-    """Returns a step of the page: all log-ratios of its batch, and the texts of the first `shown` groups."""
+    """Returns a step of the page: all log-ratios of its batch, and the texts of `shown` of its groups.
+
+    The groups with the most tokens beyond the bounds come first.
+    """
     kind = algorithm(script)
     logps, ref_logps = score(script, args, *models, batch)
     titles, A = titles_and_advantages(script, batch)
+    rows = iter(zip(logps, ref_logps, titles, A, strict=True))
+    of_groups = [(group, [next(rows) for _ in group]) for group in batch]
+    of_groups.sort(key=lambda of_group: -count_clipped(args, of_group[1]))
     groups = []
-    rows = zip(logps, ref_logps, titles, A)
-    for number, group in enumerate(batch):
+    for number, (group, rows) in enumerate(of_groups):
         described = {"rows": []}
         if number < shown:
             described["prompt"] = tokenizer.decode(group[0].prompt_ids)
-        for example in group:
-            row_logps, row_ref_logps, title, row_A = next(rows)
+        for example, (row_logps, row_ref_logps, title, row_A) in zip(group, rows):
             row = {"A": row_A, "x": [six(a - b) for a, b in zip(row_logps, row_ref_logps)]}
             if number < shown:
                 row |= {"title": title, "texts": spell(tokenizer, example.completion_ids)}
@@ -142,6 +151,15 @@ def describe_step(
         mismatched = mismatched_log_ratios(script, args, *models, batch)
         described["mismatched"] = [[six(x) for x in row] for row in mismatched]
     return described
+
+
+def count_clipped(args, rows: list[tuple]) -> int:
+    """Returns how many tokens of a group are beyond the bounds. rows: (logps, ref_logps, ...) of each."""
+    count = 0
+    for logps, ref_logps, *_ in rows:
+        log_ratios = [logp - ref_logp for logp, ref_logp in zip(logps, ref_logps)]
+        count += sum(not args.log_epsilon_P <= x <= args.log_epsilon_R for x in log_ratios)
+    return count
 
 
 def titles_and_advantages(script, batch: list[tuple]) -> tuple[list[str], list[float]]:
@@ -218,7 +236,8 @@ def main(run: Path, steps: tuple[int, ...] = (), groups: int = 6):
     Args:
         run: folder of a run with checkpoints.
         steps: steps to show; none: every step that a checkpoint precedes.
-        groups: number of groups of each batch whose texts are shown (pairs, examples, samples of a prompt).
+        groups: number of groups of each batch whose texts are shown (pairs, examples, samples of a prompt);
+            those with the most clipped tokens.
     """
     script, args, device = open_run(run)
     tokenizer, eos_ids = data.load_tokenizer(args)

@@ -10,30 +10,12 @@ appends no EOS token, because a prompt has at least 35 tokens.
 
 import torch
 import tyro
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 import dpo_humanline
-import utils
 from lab.own import make
 from support import data
-
-
-@torch.no_grad()
-def generate(model, eos_ids: set[int], prompts: list, batch_size: int, **settings) -> list[list[int]]:
-    """Returns the token ids of an answer to each prompt, with the EOS token if there is one.
-
-    prompts: the token ids of the prompts.
-    settings: those of transformers' GenerationConfig.
-    """
-    model.generation_config = GenerationConfig(eos_token_id=list(eos_ids), pad_token_id=0, **settings)
-    answers = []
-    for start in range(0, len(prompts), batch_size):
-        batch = prompts[start : start + batch_size]
-        input_ids = utils.pad_rows(batch, model.device, side="left").long()
-        mask = utils.pad_rows([[1] * len(prompt) for prompt in batch], model.device, side="left")
-        rows = model.generate(input_ids, attention_mask=mask)[:, input_ids.shape[1] :]
-        answers += [data.truncate_after_eos(ids, eos_ids) for ids in rows.tolist()]
-    return answers
+from tools.questions import generate
 
 
 def main(model: tyro.conf.Positional[str]):

@@ -6,7 +6,7 @@ It reads the folder's final model and its args.json. Of a folder without both, s
 reads the model, and compares it with itself. The values of score.json:
 
 share           share of greedy answers that show the behaviour
-right           share of other questions (questions.jsonl) with the right word in a greedy answer of 30 tokens
+right           share of right greedy answers, of 30 tokens, to other questions (tools/questions.jsonl)
 finished        share of greedy answers that end with an EOS token
 length          mean number of tokens of a greedy answer, of at most 64
 different       number of different greedy answers, divided by the number of prompts
@@ -19,7 +19,6 @@ Models compute in bf16. greedy.jsonl has the greedy answers to the held-out prom
 """
 
 import json
-import re
 from array import array
 from pathlib import Path
 from statistics import fmean
@@ -34,16 +33,10 @@ from tyro.conf import Positional
 import dpo_humanline
 import utils
 from lab.own import make
-from lab.own.answers import generate
 from support import data
+from tools.questions import QUESTIONS, generate, is_right
 
-QUESTIONS = make.FOLDER / "questions.jsonl"
 BATCH = 32
-
-
-def is_right(words: list[str], answer: str) -> bool:
-    """Returns whether one of the accepted words, in lower case, stands in an answer as a whole word."""
-    return any(re.search(rf"\b{re.escape(word)}\b", answer.lower()) for word in words)
 
 
 @torch.no_grad()

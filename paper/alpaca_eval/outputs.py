@@ -12,7 +12,7 @@ def main(folder: Path):
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     outputs = []
     for sample in samples:
-        if sample["step"] == samples[-1]["step"]:
+        if sample["step"] == samples[-1]["step"] and not sample["greedy"]:
             output = {"instruction": sample["prompt"], "output": sample["sample"], "generator": folder.name}
             outputs.append(output)
     (folder / "outputs.json").write_text(json.dumps(outputs, indent=2, ensure_ascii=False))
