@@ -1,4 +1,4 @@
-"""Tests tools/: memory, faults that the check of a GPU finds, two runs side by side, questions, and curves."""
+"""Tests tools/: memory, faults that the check of a GPU finds, two runs side by side, and curves."""
 
 import json
 import math
