@@ -13,10 +13,10 @@
 # them.
 #
 # The paper does not state the hardware. Each rank samples with a complete copy of the model (50.7 GiB), which
-# is why the GPUs need 141 GB. tools/memory.py estimates 72 GiB in training and 118 GiB while sampling;
-# online 86 and 132 GiB. Offline training alone, with --eval-samples 0 and without --eval-dataset, needs 72
-# GiB. A checkpoint is about 380 GB. All 805 prompts stay within 625 tokens of Gemma's tokenizer (of a copy of it,
-# with Gemma's template).
+# is why the GPUs need 141 GB. tools/memory.py calculates 73 GiB in training and 119 GiB while sampling. Online,
+# the reward model adds 14 GiB while sampling. Offline training alone, with --eval-samples 0 and without
+# --eval-dataset, needs 73 GiB. A checkpoint is about 380 GB. All 805 prompts stay within 625 tokens of Gemma's
+# tokenizer (of a copy of it, with Gemma's template).
 
 [ -e ref.json ] || curl -fL -o ref.json https://raw.githubusercontent.com/tatsu-lab/alpaca_eval/main/results/gpt4_1106_preview/model_outputs.json
 [ -s ref.jsonl ] || python -c "import json; [print(json.dumps({'prompt': row['instruction']})) for row in json.load(open('ref.json'))]" > ref.jsonl

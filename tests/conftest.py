@@ -17,7 +17,15 @@ os.environ["PYTHONUNBUFFERED"] = "1"  # the output of a rank stands in its order
 os.environ["PYTHONFAULTHANDLER"] = "1"  # a rank that crashes says where
 
 # The files that take longest come first, so that no worker waits for the other one at the end.
-LONGEST = "checkpoint ranks trl_humanline notebook dpo sampling grpo_math grpo kto tools".split()
+LONGEST = "checkpoint ranks trl_humanline notebook dpo sampling grpo_math grpo kto lab tools".split()
+
+
+def pytest_addoption(parser):
+    """Lets pytest ignore the flags of pytest-xdist in pyproject.toml where it is not installed."""
+    if not find_spec("xdist"):
+        parser.addoption("--numprocesses")
+        parser.addoption("--dist")
+        parser.addoption("--no-loadscope-reorder", action="store_true")
 
 
 @pytest.hookimpl(tryfirst=True)

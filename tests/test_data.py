@@ -604,7 +604,7 @@ def test_an_eos_token_that_a_completion_ends_with_is_its_end(template):
 
 # === Templates ===
 
-TEMPLATES = files("trl") / "chat_templates"
+TEMPLATES = files(pytest.importorskip("trl")) / "chat_templates"
 NAMES = sorted(path.name for path in TEMPLATES.iterdir() if path.name.endswith(".jinja"))
 CAPITAL, PARIS = "What is the capital of France?", "It is Paris, as ever.\nNo other."
 # DeepSeek's and Nemotron's render an answered prompt in another way; the others want parts, not texts.

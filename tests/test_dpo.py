@@ -99,7 +99,8 @@ def test_without_bounds_and_syncs_a_run_is_the_one_without_humanline(tmp_path):
 def test_loss_curve_of_trls_trainer_without_humanline(tmp_path):
     """Both train on the same full batch, TRL on the texts as messages."""
     from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer  # takes seconds, which ranks that import this file save
+
+    trl = pytest.importorskip("trl")  # takes seconds, which ranks that import this file save
 
     rows, steps = toy_rows(TOY, 16), 5
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -112,10 +113,10 @@ def test_loss_curve_of_trls_trainer_without_humanline(tmp_path):
         roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
         chats.append({key: [{"role": role, "content": row[key]}] for key, role in roles.items()})
     policy, reference = (AutoModelForCausalLM.from_pretrained(TOY / "policy") for _ in range(2))
-    config = DPOConfig(beta=0.5, max_length=None, **trl_settings(tmp_path / "trl", 16, steps, 1e-3))
+    config = trl.DPOConfig(beta=0.5, max_length=None, **trl_settings(tmp_path / "trl", 16, steps, 1e-3))
     tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
     rows = Dataset.from_list(chats)
-    trainer = DPOTrainer(policy, reference, config, train_dataset=rows, processing_class=tokenizer)
+    trainer = trl.DPOTrainer(policy, reference, config, train_dataset=rows, processing_class=tokenizer)
     trainer.train()
     theirs = [entry for entry in trainer.state.log_history if "loss" in entry]
     for mine, other in zip(ours, theirs, strict=True):

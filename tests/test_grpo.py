@@ -198,15 +198,16 @@ def test_no_humanline_equals_trls_dapo_loss_with_the_same_old_log_probs(two_step
     model of its own, while here one reference gives old and KL log-probs.
     """
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer  # takes seconds, which ranks that import this file save
+
+    trl = pytest.importorskip("trl")  # takes seconds, which ranks that import this file save
 
     logged, policy, reference = two_steps
     config = dict(loss_type="dapo", beta=0.1, epsilon=0.15, num_generations=4, use_bias_correction_kl=False)
     config |= dict(per_device_train_batch_size=128, use_cpu=True, bf16=False, report_to="none")
-    trainer = GRPOTrainer(
+    trainer = trl.GRPOTrainer(
         model=policy,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=GRPOConfig(output_dir=str(tmp_path), gradient_checkpointing=False, **config),
+        args=trl.GRPOConfig(output_dir=str(tmp_path), gradient_checkpointing=False, **config),
         train_dataset=Dataset.from_list([{"prompt": "about cat"}] * 128),
         processing_class=AutoTokenizer.from_pretrained(TOY / "policy"),
     )

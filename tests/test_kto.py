@@ -66,7 +66,8 @@ def test_loss_curve_of_trls_trainer_where_its_kl_batch_is_ours(tmp_path):
     TRL pairs a prompt with the completion before it in the order of the data set, and this script with the
     next other prompt."""
     from datasets import Dataset
-    from trl import KTOConfig, KTOTrainer  # takes seconds, which ranks that import this file save
+
+    trl = pytest.importorskip("trl")  # takes seconds, which ranks that import this file save
 
     one, *rest = toy_rows(TOY, 40)
     two = next(row for row in rest if row["prompt"] != one["prompt"])
@@ -85,10 +86,10 @@ def test_loss_curve_of_trls_trainer_where_its_kl_batch_is_ours(tmp_path):
         chats.append({"prompt": prompt, "completion": completion, "label": row["label"]})
     policy, reference = (AutoModelForCausalLM.from_pretrained(TOY / "policy") for _ in range(2))
     settings = trl_settings(tmp_path / "trl", 2, 5, 1e-3)
-    config = KTOConfig(beta=0.5, desirable_weight=1.1, undesirable_weight=0.9, **settings)
+    config = trl.KTOConfig(beta=0.5, desirable_weight=1.1, undesirable_weight=0.9, **settings)
     tokenizer = AutoTokenizer.from_pretrained(TOY / "policy")
     rows = Dataset.from_list(chats)
-    trainer = KTOTrainer(policy, reference, config, train_dataset=rows, processing_class=tokenizer)
+    trainer = trl.KTOTrainer(policy, reference, config, train_dataset=rows, processing_class=tokenizer)
     trainer.train()
     theirs = [entry for entry in trainer.state.log_history if "loss" in entry]
     for mine, other in zip(ours, theirs, strict=True):

@@ -1,7 +1,9 @@
-"""Tests lab/: statistics by hand, the runner, and the judges' scores."""
+"""Tests lab/: statistics by hand, the runner, the judges' scores, and timed steps."""
 
 import json
+import shutil
 from importlib.metadata import version
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
@@ -12,7 +14,7 @@ from helpers import ROOT, read_rows, run_ranks
 from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lab import compare, run, score
+from lab import compare, run, score, step
 from toy import make, stories
 
 STORIES = ROOT / "toy" / "stories"
@@ -226,3 +228,74 @@ def test_a_run_on_stories_is_scored(tmp_path):
     score.main(tmp_path / "run")
     found = json.loads((tmp_path / "run" / "score.json").read_text())
     assert 0 < found["kl"] < 5 and 0 < found["judge"] < 1 and found["finished"] > 0.5
+
+
+# === step ===
+RUN = [
+    "--model",
+    str(ROOT / "toy" / "bouquets" / "policy"),
+    "--pairs",
+    "8",
+    "--lr",
+    "1e-3",
+    "--beta",
+    "0.5",
+    "--max-grad-norm",
+    "1",
+]
+RUN += ["--rounds", "1", "--steps", "1"]
+
+
+def measure(monkeypatch, *flags) -> dict[str, list[dict]]:
+    """Measures steps. Returns {arm: the metrics of its steps}."""
+    found = {}
+    run_arm = step.run_arm
+
+    def keep(own, kind, checkout, *rest):
+        name = kind if checkout == ROOT else "other"
+        found[name] = run_arm(own, kind, checkout, *rest)
+        return found[name]
+
+    monkeypatch.setattr(step, "run_arm", keep)
+    monkeypatch.setattr(step, "__spec__", step.__spec__)
+    step.measure(*step.parse([*RUN, *flags]))
+    return found
+
+
+def test_an_arm_is_the_script_with_its_flags(monkeypatch, tmp_path):
+    monkeypatch.setattr(step, "launch", lambda ranks, words, folder: words)
+    own, _, flags = step.parse([*RUN, "--script", "kto"])
+    for arm, added in (("offline", ["--no-humanline"]), ("k=4", ["--humanline", "--k=4"])):
+        script, *words = step.run_arm(own, arm, Path("/old"), flags, tmp_path)
+        assert script == "/old/kto_humanline.py" and words[: len(flags)] == flags
+        assert words[len(flags) :] == [f"--output-dir={tmp_path}", *added]
+
+
+@pytest.fixture
+def other_checkout(tmp_path):
+    """Returns a checkout in which DPO's loss is doubled."""
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    shutil.copytree(ROOT / "support", tmp_path / "support")
+    loss = "-F.logsigmoid(chosen - rejected)"
+    text = (tmp_path / "dpo_humanline.py").read_text()
+    assert text.count(loss) == 1
+    (tmp_path / "dpo_humanline.py").write_text(text.replace(loss, f"2 * {loss}"))
+    return str(tmp_path)
+
+
+@pytest.mark.slow
+def test_trl_trains_on_the_same_tokens_and_another_checkout_runs_its_own_code(
+    monkeypatch, capsys, other_checkout
+):
+    """The first gradient depends on every token, mask and weight. The second loss depends on the update."""
+    arms = measure(monkeypatch, "--arms", "k=1", "--trl", "--against", other_checkout)
+    ours, theirs, trl = arms["k=1"], arms["other"], arms["TRL 4"]
+    assert trl[0]["grad_norm"] == pytest.approx(ours[0]["grad_norm"], rel=1e-5) and ours[0]["grad_norm"] > 0.1
+    for step_of_trl, step_of_ours in zip(trl, ours, strict=True):
+        assert step_of_trl["loss"] == pytest.approx(step_of_ours["loss"], rel=1e-3)
+    assert theirs[0]["loss"] == pytest.approx(2 * ours[0]["loss"], rel=1e-6)
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    names = ["| k=1", f"| k=1 in {other_checkout}", "| TRL, 4 pairs"]
+    assert [line.split(" | ")[0] for line in table[1:]] == names
+    assert " | 1.000 | 1.000 |" in table[1]

@@ -1,11 +1,9 @@
-"""Tests tools/: estimates of memory, timed steps, faults that the check of a GPU finds, and curves."""
+"""Tests tools/: memory, faults that the check of a GPU finds, two runs side by side, and curves."""
 
 import json
 import math
 import re
-import shutil
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import dpo_humanline
 import utils
 from support import run
-from tools import compare, cuda_check, curves, memory, questions, step
+from tools import compare, cuda_check, curves, memory, questions, scripts
 
 PARAMETERS = {  # published
     "llama-3-8b": 8_030_261_248,
@@ -28,96 +26,36 @@ GIB = 2**30
 
 
 # === memory ===
-def estimate(*flags) -> dict:
-    """Returns {phase: {part: GiB}} of a run, with presets of two layers."""
-    layers = memory.SHAPE.index("num_hidden_layers")
-    two_layers = {name: (*s[:layers], 2, *s[layers + 1 :]) for name, s in memory.PRESETS.items()}
-    with patch.object(memory, "PRESETS", two_layers):
-        return memory.estimate(*memory.parse([str(flag) for flag in flags]))
-
-
-def sizes(config) -> list:
-    """Returns the shapes of a model's parameters."""
+@pytest.mark.parametrize("preset", PARAMETERS)
+def test_presets_have_the_published_parameters(preset):
     with torch.device("meta"):
-        return [parameter.shape for parameter in AutoModelForCausalLM.from_config(config).parameters()]
+        model = AutoModelForCausalLM.from_config(scripts.read_config(preset))
+    assert model.num_parameters() == PARAMETERS[preset]
 
 
 @pytest.mark.parametrize("preset", PARAMETERS)
-def test_presets_have_the_published_parameters_and_gemma_eager_attention(preset):
-    config = memory.read_config(cuda_check.DPO, "--model", preset, False)
-    assert sum(shape.numel() for shape in sizes(config)) == PARAMETERS[preset]
-    assert (config._attn_implementation == "eager") == preset.startswith("gemma")
+def test_the_page_has_the_calculated_peaks(preset, capsys):
+    page = (ROOT / "docs" / "performance.md").read_text()
+    rows = re.findall(rf"^\| {preset}, .*?(\d) GPUs \| ([\d,]+) .*\| ([\d.]+) \|$", page, re.M | re.I)
+    assert rows
+    for gpus, tokens, peak in rows:
+        settings = dict(gpus=int(gpus), micro_batch_tokens=int(tokens.replace(",", "")))
+        memory.main(preset, gradient_checkpointing=True, **settings)
+        said = capsys.readouterr().out
+        assert re.search(r"peak +(\S+)", said)[1] == peak and " fits on " in said
 
 
-@pytest.mark.slow
-def test_sampling_has_the_engine_and_the_reward_model():
-    online = ["--online", "--reward-model", "llama-3-8b", "--ranks", 4]
-    found = estimate("--script", "kto", "--model", "llama-3-8b", *online, "--vllm-memory", 0.5)
-    layer = 2 * 4096 * 5120 + 3 * 4096 * 14336 + 2 * 4096
-    reward_model = 128256 * 4096 + 2 * layer + 2 * 4096  # its head is 1 x 4096
-    assert found["sampling"]["reward model"] == 2 * reward_model / GIB
-    assert found["sampling"]["engine"] == 40 and "engine" not in found["training"]
-    assert "sampling" in estimate("--script", "grpo_math", "--ranks", 2)
-
-
-# === step ===
-RUN = ["--model", "toy", "--pairs", "8", "--lr", "1e-3", "--beta", "0.5", "--max-grad-norm", "1"]
-RUN += ["--rounds", "1", "--steps", "1"]
-
-
-def measure(monkeypatch, *flags) -> dict[str, list[dict]]:
-    """Measures steps. Returns {arm: the metrics of its steps}."""
-    found = {}
-    run_arm = step.run_arm
-
-    def keep(own, kind, checkout, *rest):
-        name = kind if checkout == ROOT else "other"
-        found[name] = run_arm(own, kind, checkout, *rest)
-        return found[name]
-
-    monkeypatch.setattr(step, "run_arm", keep)
-    monkeypatch.setattr(step, "__spec__", step.__spec__)
-    step.measure(*step.parse([*RUN, *flags]))
-    return found
-
-
-def test_an_arm_is_the_script_with_its_flags(monkeypatch, tmp_path):
-    monkeypatch.setattr(step, "launch", lambda ranks, words, folder: words)
-    own, _, flags = step.parse([*RUN, "--script", "kto"])
-    for arm, added in (("offline", ["--no-humanline"]), ("k=4", ["--humanline", "--k=4"])):
-        script, *words = step.run_arm(own, arm, Path("/old"), flags, tmp_path)
-        assert script == "/old/kto_humanline.py" and words[: len(flags)] == flags
-        assert words[len(flags) :] == [f"--output-dir={tmp_path}", *added]
-
-
-@pytest.fixture
-def other_checkout(tmp_path):
-    """Returns a checkout in which DPO's loss is doubled."""
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, tmp_path)
-    shutil.copytree(ROOT / "support", tmp_path / "support")
-    loss = "-F.logsigmoid(chosen - rejected)"
-    text = (tmp_path / "dpo_humanline.py").read_text()
-    assert text.count(loss) == 1
-    (tmp_path / "dpo_humanline.py").write_text(text.replace(loss, f"2 * {loss}"))
-    return str(tmp_path)
-
-
-@pytest.mark.slow
-def test_trl_trains_on_the_same_tokens_and_another_checkout_runs_its_own_code(
-    monkeypatch, capsys, other_checkout
-):
-    """The first gradient depends on every token, mask and weight. The second loss depends on the update."""
-    arms = measure(monkeypatch, "--arms", "k=1", "--trl", "--against", other_checkout)
-    ours, theirs, trl = arms["k=1"], arms["other"], arms["TRL 4"]
-    assert trl[0]["grad_norm"] == pytest.approx(ours[0]["grad_norm"], rel=1e-5) and ours[0]["grad_norm"] > 0.1
-    for step_of_trl, step_of_ours in zip(trl, ours, strict=True):
-        assert step_of_trl["loss"] == pytest.approx(step_of_ours["loss"], rel=1e-3)
-    assert theirs[0]["loss"] == pytest.approx(2 * ours[0]["loss"], rel=1e-6)
-    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    names = ["| k=1", f"| k=1 in {other_checkout}", "| TRL, 4 pairs"]
-    assert [line.split(" | ")[0] for line in table[1:]] == names
-    assert " | 1.000 | 1.000 |" in table[1]
+def test_an_engine_has_its_weights_and_its_cache(capsys):
+    memory.main("llama-3-8b", gpus=4, engine="hf", sampled_tokens=1000)
+    training, sampling = capsys.readouterr().out.split("sampling")
+    weights = 2 * PARAMETERS["llama-3-8b"]
+    keys_and_values = 2 * 32 * 8 * 128 * 1000  # layers, heads, their size, tokens
+    assert f"engine            {weights / GIB:8.2f}" in training
+    assert f"engine            {(weights + 2 * keys_and_values) / GIB:8.2f}" in sampling
+    memory.main("llama-3-8b", gpus=4, gb=24, engine="vllm", vllm_memory=0.9)
+    training, sampling = capsys.readouterr().out.split("sampling")
+    assert "engine" not in training and f"engine            {0.9 * 24:8.2f}" in sampling
+    assert "does not fit on 4 x 24 GB" in sampling
 
 
 # === cuda_check ===

@@ -26,14 +26,13 @@ from transformers import AutoModelForCausalLM
 
 import utils
 from support import run
-from tools.memory import read_config
-from tools.scripts import ROOT, describe_machine, launch, load_script, parse_args
+from tools.scripts import ROOT, describe_machine, launch, load_script, parse_args, read_config
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 RANKS = max(n for n in (1, 2, 4, 8) if n <= (torch.cuda.device_count() if CUDA else 2))
-MODEL, LENGTH = ("qwen2.5-1.5b", 1024) if CUDA else ("toy", 64)
+MODEL, LENGTH = ("qwen2.5-1.5b", 1024) if CUDA else (f"{ROOT}/toy/bouquets/policy", 64)
 HEAD = (8192, 1536, 151_936) if CUDA else (256, 64, 10_000)  # tokens, hidden size, vocabulary
 DPO = load_script("dpo")
 SCRIPTS = {  # {script: flags of a step's batch}
@@ -51,7 +50,7 @@ def build(dtype: torch.dtype):
     """Builds a model with the attention that the scripts choose, which `chosen` names with the reasons."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # as in `run.setup`
     with DEVICE:
-        model = AutoModelForCausalLM.from_config(read_config(DPO, "--model", MODEL, False), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(read_config(MODEL), dtype=dtype)
     model.chosen = utils.choose_attention(model, LENGTH, dtype)
     return model
 

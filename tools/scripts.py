@@ -1,4 +1,4 @@
-"""Loads and runs a script with its flags, and describes the machine, for the other tools."""
+"""Loads and runs a script with its flags, and describes models and the machine, for the other tools."""
 
 import importlib
 import json
@@ -11,10 +11,28 @@ from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import torch
+from transformers import AutoConfig
 
 from support import run
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+SHAPE = """model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim max_position_embeddings tie_word_embeddings""".split()
+PRESETS = {
+    "llama-3-8b": ("llama", 128256, 4096, 14336, 32, 32, 8, 128, 8192, False),
+    "qwen2.5-1.5b": ("qwen2", 151936, 1536, 8960, 28, 12, 2, 128, 32768, True),
+    "gemma-2-27b": ("gemma2", 256000, 4608, 36864, 46, 32, 16, 128, 8192, True),
+    "llama-26m": ("llama", 32000, 384, 1024, 8, 6, 6, 64, 2048, True),  # the default of lab/step.py on a CPU
+}
+
+
+def read_config(model: str, trust_remote_code: bool = False):
+    """Returns the config of a folder, Hub name or preset."""
+    if model in PRESETS:
+        return AutoConfig.for_model(**dict(zip(SHAPE, PRESETS[model])))
+    return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
 
 
 def load_script(name: str):

@@ -1,12 +1,12 @@
 """Measures the time and memory of a training step, beside another version of the scripts or TRL.
 
-    python -m tools.step --arms k=1 --against ../old  # this checkout beside another one
-    python -m tools.step                              # humanline with k=1 beside offline
-    python -m tools.step --ranks 2 --trl              # also TRL's DPOTrainer, all on two ranks
-    python -m tools.step --pairs 64 --together 16 --trl --trl-together 8 16 32  # on a GPU
+    python -m lab.step --arms k=1 --against ../old  # this checkout beside another one
+    python -m lab.step                              # humanline with k=1 beside offline
+    python -m lab.step --ranks 2 --trl              # also TRL's DPOTrainer, all on two ranks
+    python -m lab.step --pairs 64 --together 16 --trl --trl-together 8 16 32  # on a GPU
 
 All flags but those of `Own` are the script's; with --against both versions must have them. --model is a
-preset of memory.py, toy, or a folder with a config.json. The model has this shape and random weights. The
+preset of tools/scripts.py or a folder with a config.json. The model has this shape and random weights. The
 data are one batch of random words with the lengths of 16 real pairs, so all steps are equal. A micro-batch
 has 4 pairs (--together).
 
@@ -39,8 +39,16 @@ import tyro
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from support import data
-from tools.memory import SHAPE, read_config
-from tools.scripts import ROOT, describe_commit, describe_machine, launch, load_script, parse_args
+from tools.scripts import (
+    ROOT,
+    SHAPE,
+    describe_commit,
+    describe_machine,
+    launch,
+    load_script,
+    parse_args,
+    read_config,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Tokens of prompt, chosen and rejected of 16 pairs: the first ones in LLaMA-Factory's data/dpo_en_demo.json
@@ -137,7 +145,7 @@ def measure(own: Own, args, flags: list[str]):
             arms[f"TRL, {together} pairs"] = (f"TRL {together}", ROOT)
             if own.pairs % (together * own.ranks):
                 raise SystemExit("error: with --trl, --pairs must be a multiple of micro-batch times --ranks")
-    config = read_config(load_script(own.script), "--model", args.model, args.trust_remote_code)
+    config = read_config(args.model, args.trust_remote_code)
     runs = {name: [] for name in arms}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
