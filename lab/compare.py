@@ -48,7 +48,7 @@ class Difference(NamedTuple):
         words = f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}], p = {self.p:.2g}"
         if np.isfinite(self.p_signed_rank):
             words += f", signed ranks {self.p_signed_rank:.2g}"
-        return f"{words}, on a par {self.p_equivalent:.2g}".replace("-0.", "−0.")
+        return f"{words}, on a par: p = {self.p_equivalent:.2g}".replace("-0.", "−0.")
 
 
 # === Reading ===
@@ -324,7 +324,7 @@ def show(study: str, groups: list[str], metric: str, margin: float):
             rate = "" if rates is None else f", lr {rates[group, arm]:g}"
             print(f"  {arm}{rate}  {values.mean():.3f} ± {half_interval(values):.3f}")
         for first, second in combinations(table, 2):
-            print(f"  {first} − {second}  {difference(study, group, first, second, metric, margin)}")
+            print(f"  ({first}) − ({second})  {difference(study, group, first, second, metric, margin)}")
 
 
 def main(

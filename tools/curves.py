@@ -104,7 +104,7 @@ def main(
     runs: tyro.conf.Positional[tuple[str, ...]] = (),
     metric: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
     smooth: int = 1,
-    out: Path = Path("curves.png"),
+    out: Path | None = None,
     reference: bool = False,
 ):
     """Draws the curves.
@@ -113,7 +113,7 @@ def main(
         runs: the lines: a folder, or a quoted pattern for the folders of several seeds.
         metric: a metric of metrics.jsonl (default: eval/accuracy); repeat it for further panels.
         smooth: number of values over which each point is averaged.
-        out: file of the picture.
+        out: file of the picture; none: curves.png in the folder of the last run.
         reference: draw the pictures of docs/curves.md, and no other runs.
     """
     if reference:
@@ -127,6 +127,7 @@ def main(
             draw(ax, pattern, [curve(folder, name) for folder in folders], smooth)
         ax.legend()
     figure.tight_layout()
+    out = out or folders[-1] / "curves.png"
     figure.savefig(out, dpi=110)
     print(f"wrote {out}")
 
