@@ -1,0 +1,149 @@
+"""Writes the runs of the study: every setting of every arm on the draws for tuning, then what they choose.
+
+    python -m lab.frontier.make tuning           # writes lab/frontier/tuning.txt, 405 runs
+    python -m lab.run lab/frontier/tuning.txt    # writes the rows of lab/frontier/frontier.csv
+    python -m lab.frontier.make report           # writes lab/frontier/report.txt, from these rows
+    python -m lab.run lab/frontier/report.txt
+
+Every arm has nine settings: three rates times three others. Its setting and its step are chosen together on
+the three draws for tuning, twice: among all steps with a mean KL of at most 20 nats, and without this limit.
+"""
+
+from itertools import product
+from typing import Literal
+
+import pandas as pd
+import tyro
+
+from lab import board
+from lab.compare import LAB
+
+FOLDER = LAB / "frontier"
+RATES = ("1e-4", "3e-4", "1e-3")
+DPO, KTO, GRPO = (f"{name}_humanline.py" for name in ("dpo", "kto", "grpo"))
+NORM = "--max-grad-norm 1"  # KTO's default differs between humanline and the control
+ARMS = {  # {(objective, arm): (words before the flags, the three settings beside the rate)}
+    ("DPO", "plain"): (f"{DPO} --no-humanline", ["--beta 0.1", "--beta 0.03", "--beta 0.01"]),
+    ("DPO", "clip only"): (f"{DPO} --k 0", ["--beta 0.1", "--beta 0.03", "--beta 0.01"]),
+    ("DPO", "sync only"): (
+        "paper/variants.py no-clipping dpo_humanline",
+        ["--k 16 --beta 0.1", "--k 16 --beta 0.03", "--k 1 --beta 0.1"],
+    ),
+    ("DPO", "both"): (DPO, ["--k 16 --beta 0.1", "--k 16 --beta 0.03", "--k 1 --beta 0.1"]),
+    ("DPO", "moving average"): (
+        "paper/variants.py",
+        [
+            "ema-0.1 dpo_humanline --k 1 --beta 0.1",
+            "ema-0.03 dpo_humanline --k 1 --beta 0.1",
+            "ema-0.1 dpo_humanline --k 1 --beta 0.03",
+        ],
+    ),
+    ("DPO", "online"): (
+        f"{DPO} --online --no-humanline",
+        ["--beta 0.1", "--beta 0.03", "--beta 0.01"],
+    ),
+    ("KTO", "plain"): (
+        f"{KTO} --no-humanline {NORM}",
+        ["--beta 0.25", "--beta 0.025", "--beta 0.0025"],
+    ),
+    ("KTO", "sync only"): (
+        f"paper/variants.py no-clipping kto_humanline {NORM}",
+        ["--k 16 --beta 0.25", "--k 16 --beta 0.025", "--k 1 --beta 0.25"],
+    ),
+    ("KTO", "both"): (
+        f"{KTO} {NORM}",
+        ["--k 16 --beta 0.25", "--k 16 --beta 0.025", "--k 1 --beta 0.25"],
+    ),
+    ("KTO", "online"): (
+        f"{KTO} --online --no-humanline {NORM}",
+        ["--beta 0.25", "--beta 0.025", "--beta 0.0025"],
+    ),
+    ("GRPO", "plain"): (
+        f"{GRPO} --no-humanline",
+        ["--epsilon 0.5 --beta 0.01", "--epsilon 1e9 --beta 0.01", "--epsilon 1e9 --beta 0"],
+    ),
+    ("GRPO", "clip only"): (
+        f"{GRPO} --k 0 --epsilon 0.15",
+        ["--beta 0.01", "--beta 0.001", "--beta 0"],
+    ),
+    ("GRPO", "sync only"): (
+        "paper/variants.py no-clipping grpo_humanline --epsilon 0.15",
+        ["--k 16 --beta 0.01", "--k 16 --beta 0", "--k 1 --beta 0.01"],
+    ),
+    ("GRPO", "both"): (
+        f"{GRPO} --epsilon 0.15",
+        ["--k 16 --beta 0.01", "--k 16 --beta 0", "--k 1 --beta 0.01"],
+    ),
+    ("GRPO", "online"): (
+        f"{GRPO} --online --no-humanline",
+        ["--epsilon 0.5 --beta 0.01", "--epsilon 1e9 --beta 0.01", "--epsilon 1e9 --beta 0"],
+    ),
+}
+PAPER = {  # the paper's own settings, which are not tuned
+    ("DPO", "paper, plain"): f"{DPO} --no-humanline --beta 0.1 --lr 1e-4",
+    ("DPO", "paper, humanline"): f"{DPO} --k 1 --beta 0.1 --lr 1e-4",
+    ("KTO", "paper, plain"): f"{KTO} --no-humanline {NORM} --beta 0.25 --lr 1e-4",
+    ("KTO", "paper, humanline"): f"{KTO} --k 1 {NORM} --beta 0.25 --lr 1e-4",
+    ("GRPO", "paper, plain"): f"{GRPO} --no-humanline --epsilon 0.5 --beta 0.01 --lr 1e-4",
+    ("GRPO", "paper, humanline"): f"{GRPO} --k 1 --epsilon 0.15 --beta 0.01 --lr 1e-4",
+}
+
+
+def settings(objective: str, arm: str) -> list[str]:
+    """Returns the words of the nine settings of an arm."""
+    first, others = ARMS[objective, arm]
+    return [f"{first} {other} --lr {rate}" for other, rate in product(others, RATES)]
+
+
+def lines(objective: str, arm: str, words: str, draws) -> list[str]:
+    """Returns the lines of lab.run for a setting on some draws."""
+    commands = [board.plan(words.split(), draw, "")["command"] for draw in draws]
+    return [f"{objective} | {arm} | {draw} | {command}" for draw, command in zip(draws, commands)]
+
+
+def choose(rows: pd.DataFrame, limit: float) -> tuple[float, str, int]:
+    """Returns the best mean judge of the tuning draws, with its setting and step, within a mean KL in nats.
+
+    rows: those of one arm, with the words of each row's setting in the column `words`. A run that broke has
+        no scores. Its setting is not chosen.
+    """
+    found = []
+    for words, group in rows.groupby("words"):
+        means = group.drop_duplicates("instance").mean(numeric_only=True)
+        complete = group.instance.nunique() == len(board.TUNING)
+        for step in board.STEPS:
+            judges = group[f"judge@{step}"]
+            if complete and judges.notna().all() and means[f"kl@{step}"] <= limit:
+                found.append((judges.mean(), words, step))
+    return max(found)
+
+
+def chosen_settings(objective: str, arm: str) -> list[str]:
+    """Returns the words of the settings that the rows of the tuning draws choose: one, or two."""
+    rows = pd.read_csv(FOLDER / "frontier.csv").query("panel == @objective and arm == @arm")
+    words_of = {}
+    for words in settings(objective, arm):
+        words_of |= {line.split(" | ", 3)[3]: words for line in lines(objective, arm, words, board.TUNING)}
+    rows = rows[rows.command.isin(words_of)].assign(words=rows.command.map(words_of))
+    return sorted({choose(rows, limit)[1] for limit in board.LIMITS})
+
+
+def main(part: tyro.conf.Positional[Literal["tuning", "report"]]):
+    """Writes the file of one part."""
+    text = [f"# Written by python -m lab.frontier.make {part}"]
+    for objective, arm in ARMS:
+        if part == "tuning":
+            for words in settings(objective, arm):
+                text += lines(objective, arm, words, board.TUNING)
+        else:
+            for words in chosen_settings(objective, arm):
+                text += lines(objective, arm, words, board.REPORTED)
+    if part == "report":
+        for (objective, arm), words in PAPER.items():
+            text += lines(objective, arm, words, board.REPORTED)
+    (FOLDER / f"{part}.txt").write_text("\n".join(text) + "\n")
+    print(f"{FOLDER / part}.txt: {len(text) - 1} runs")
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)
