@@ -81,7 +81,9 @@ def make(runs: list[dict], limit: float, jobs: int) -> pd.DataFrame:
         row = made.get(tuple(line[name] for name in key))
         left.append(line) if row is None or at.endswith("+") else rows.append(row)
     for row in run.make_rows(left, at, jobs=jobs):
-        if not row["failed"] and row["core"] > limit:
+        if not row["failed"] and f"judge@{STEPS[-1]}" not in row:
+            row["failed"] = "error: its last step has no score; each step must end with checkpoint.end_step"
+        elif not row["failed"] and row["core"] > limit:
             row["failed"] = f"error: {row['core']:.0f} s of CPU time; the limit is {limit:.0f} s"
         if row["failed"]:
             print(f"draw {row['draw']} does not count: {row['failed']}", file=sys.stderr)

@@ -68,34 +68,30 @@ def test_a_script_that_fails_has_its_line_and_no_row(folder, monkeypatch, capsys
     assert not (folder / "mine.csv").exists()
 
 
-def test_a_run_counts_unless_it_takes_more_than_twice_the_time_of_plain_dpo(folder, monkeypatch, capsys):
+def test_a_run_counts_if_it_is_scored_and_takes_at_most_twice_as_long_as_plain_dpo(
+    folder, monkeypatch, capsys
+):
     monkeypatch.setattr(run, "processor", lambda: "p")
     made = []
 
     def make_runs(runs, at, jobs):
         for line in runs:
             made.append(line["draw"])
-            yield line | {
-                "failed": "",
-                "processor": "p",
-                "core": {31: 99.0, 32: 101.0}.get(line["draw"], 50.0),
-            }
+            core = {31: 99.0, 32: 101.0}.get(line["draw"], 50.0)
+            scores = {} if line["draw"] == 33 else {"judge@120": 0.5, "core": core}
+            yield line | {"failed": "", "processor": "p"} | scores
 
     monkeypatch.setattr(run, "make_rows", make_runs)
     limit = board.time_limit(online=False)
     assert (limit, made) == (100, [3])  # twice the time of a run of plain DPO, which is made once
     assert board.time_limit(online=False) == limit and made == [3]
-    runs = [board.plan(["dpo_humanline.py", "--lr", "1"], draw, "mine") for draw in (31, 32)]
+    runs = [board.plan(["dpo_humanline.py", "--lr", "1"], draw, "mine") for draw in (31, 32, 33)]
     for _ in range(2):  # a row is not made again, but a run that has none is
         assert list(board.make(runs, limit, jobs=1).draw) == [31]
-    assert made == [3, 31, 32, 32]
-    assert (
-        capsys.readouterr().err.count("draw 32 does not count: error: 101 s of CPU time; the limit is 100")
-        == 2
-    )
-    assert (
-        "--seed 21" in runs[0]["command"] and "lab/board/31/preferences_train.jsonl.gz" in runs[0]["command"]
-    )
+    assert made == [3, 31, 32, 33, 32, 33]
+    said = capsys.readouterr().err
+    assert said.count("draw 32 does not count: error: 101 s of CPU time; the limit is 100 s") == 2
+    assert said.count("draw 33 does not count: error: its last step has no score") == 2
 
 
 # === Choices and numbers ===
