@@ -43,8 +43,9 @@ import tyro
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
-# What a run depends on: the scripts, the toys, and the programs in the folders of lab/.
-CODE = ["*.py", "toy", ":(exclude,glob)lab/*.py", ":!tests", ":!docs", ":!tools", ":!contrib"]
+# What a run depends on: the scripts, the toys, the board's draws, and the programs of lab/ that runs call.
+CODE = ["*.py", "toy", "lab/board/*.gz", ":!tests", ":!docs", ":!tools", ":!contrib"]
+CODE += [f":!lab/{name}.py" for name in ("board", "claims", "compare", "run")]
 
 
 def git(*words: str) -> str:
@@ -53,13 +54,17 @@ def git(*words: str) -> str:
     ).stdout.strip()
 
 
-def commit() -> str:
-    """Returns the last commit that changed the code of runs, which must have no changes since."""
-    if git("status", "--porcelain", "--untracked-files=no", "--", *CODE):
+def commit(edited: bool = False) -> str:
+    """Returns the last commit that changed the code of runs.
+
+    edited: if the code has changes since, add a + to the commit, and do not end the program.
+    """
+    changes = git("status", "--porcelain", "--untracked-files=no", "--", *CODE)
+    if changes and not edited:
         raise SystemExit(
             "error: commit the changes of the code first; a row names the commit that repeats it"
         )
-    return git("log", "-1", "--format=%h", "--", *CODE)
+    return git("log", "-1", "--format=%h", "--", *CODE) + "+" * bool(changes)
 
 
 def processor() -> str:
@@ -139,6 +144,17 @@ def read_run(folder: Path) -> dict:
     return row
 
 
+def make_rows(runs: list[dict], at: str, score: bool = False, jobs: int = 0):
+    """Makes runs, as many at a time as there are cores (or `jobs`). Yields the row of each, when it ends."""
+    with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
+        futures = [pool.submit(make_row, run, at, score) for run in runs]
+        try:
+            for future in tqdm(as_completed(futures), total=len(runs), unit="run"):
+                yield future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C, no other run begins
+
+
 def main(file: tyro.conf.Positional[Path], jobs: int = 0, score: bool = False):
     """Makes the runs that the csv beside the file lacks.
 
@@ -156,15 +172,10 @@ def main(file: tyro.conf.Positional[Path], jobs: int = 0, score: bool = False):
     with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
         for done in pool.map(shell, preparing if left else []):
             check(done)
-        futures = [pool.submit(make_row, run, at, score) for run in left.values()]
-        try:
-            for future in tqdm(as_completed(futures), total=len(left), unit="run"):
-                rows.append(future.result())
-                table = pd.DataFrame(rows)
-                table.to_csv(out.with_suffix(".part"), index=False)
-                out.with_suffix(".part").replace(out)  # complete at every moment
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C, no other run begins
+    for row in make_rows(list(left.values()), at, score, jobs):
+        rows.append(row)
+        pd.DataFrame(rows).to_csv(out.with_suffix(".part"), index=False)
+        out.with_suffix(".part").replace(out)  # complete at every moment
     print(f"{out}: {len(rows)} rows, of which {len(left)} are new")
 
 

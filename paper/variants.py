@@ -6,7 +6,7 @@
 The first word is a variant: a name of VARIANTS or OTHERS. The second word is a script, without .py.
 All other words are flags of the script. Everything else is the script's own. For example, the loss of GRPO
 stays a mean over the tokens of the batch, with its KL penalty, and without humanline the reference stays the
-policy that has sampled. Variants that bring their own bound need `--no-humanline`. For gspo, dppo and
+policy that has sampled. Variants that bring their own bound need `--no-humanline`. For gspo, dppo, drpo and
 clip-higher `--epsilon` is this bound. The others need `--epsilon 1e9`, so that no other bound is left.
 
 To add a variant, write a function with the arguments and results of the script's function, and add both names
@@ -191,6 +191,19 @@ def dppo(clipped_log_ratio, log_ratio, advantages, beta, epsilon):
     return beta * k3(log_ratio) - A * torch.where(removed, ratio.detach(), ratio)
 
 
+def drpo(clipped_log_ratio, log_ratio, advantages, beta, epsilon):
+    """Computes DRPO's loss (2606.09821): -A r + |A| π_old (r - 1)² / 2δ, where r is the ratio π_θ / π_old.
+
+    The gradient of A r gets the weight 1 - sign(A) (π_θ - π_old) / δ. So a token whose probability has moved
+    by δ in the direction of its advantage has no gradient, and beyond δ it moves back. --epsilon is δ (paper:
+    12.5). The same is in the authors' code (Tencent-Hunyuan/UniRL, `_drpo_loss`, 17863c4).
+    """
+    A = advantages.unsqueeze(-1)
+    ratio = clipped_log_ratio.exp()
+    old = (LAST.logps - log_ratio.detach()).exp()
+    return beta * k3(log_ratio) - A * ratio + A.abs() * old * (ratio - 1) ** 2 / (2 * epsilon)
+
+
 def bapo(clipped_log_ratio, log_ratio, advantages, beta, epsilon, target=0.4):
     """Computes BAPO's loss (2510.18927, eq. 8 and Algorithm 1): each batch has its own bounds of the clip.
 
@@ -304,6 +317,26 @@ def sync_after_update(script):
     script.clip_log_ratio = no_clipping
 
 
+def moving_average(script, weight: float):
+    """Makes the reference a moving average (EMA-PG, 2602.04417): π_ref ← (1 - weight) π_ref + weight π_θ.
+
+    The average is over weights, and takes the place of the humanline sync, so it is updated every k steps and
+    before the policy. Nothing is clipped. In EMA-PG it is the reference of GRPO's KL penalty alone. Here it
+    is the only reference that the script has, which suits DPO and KTO.
+    """
+    if getattr(LAST.args, "online", True):  # grpo_math, which has no such flag, always samples
+        raise utils.InputError("ema is for offline data: an online round must sync when it starts")
+
+    @torch.no_grad()
+    def average(reference, policy):
+        for target, source in zip(reference.parameters(), policy.parameters(), strict=True):
+            if target.dtype == torch.bfloat16:
+                raise utils.InputError("ema: bf16 would lose small changes; pass --dtype float32")
+            target.to_local().lerp_(source.to_local(), weight)
+
+    script.sync_reference, script.clip_log_ratio = average, no_clipping
+
+
 # === The learning rate ===
 def vcpo_rate(script):
     """Makes the learning rate of each update VCPO's: --lr times √(ESS / B), from the weights of B sequences.
@@ -355,12 +388,14 @@ VARIANTS = {  # {name: {a function of the script: what replaces it}}
     "gspo": {"clip_log_ratio": gspo},
     "m2po": {"grpo_loss": m2po},
     "dppo": {"grpo_loss": dppo},
+    "drpo": {"grpo_loss": drpo},
     "bapo": {"grpo_loss": bapo},
     "oapl": {"grpo_loss": oapl, "group_advantages": optimal_advantages},
     "hypo": {"dpo_loss": hypo},
     "no-reference": {"grpo_loss": no_reference},
 }
 OTHERS = {"trust-region": sync_after_update, "vcpo-rate": vcpo_rate}  # {name: what changes the script}
+OTHERS |= {f"ema-{weight}": partial(moving_average, weight=weight) for weight in (0.1, 0.03)}
 
 
 def main(words: list[str]):

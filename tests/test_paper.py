@@ -34,10 +34,12 @@ from helpers import (
     write_rows,
 )
 from scipy import stats
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo_humanline
 import grpo_math_humanline as script
+import utils
 from paper import math_train, quartiles, variants
 from paper.variants import LAST, VARIANTS, humanline_sampling
 
@@ -354,6 +356,19 @@ def test_dppo_stops_tokens_whose_probability_has_moved_by_more_than_delta(batch)
     assert 0 < valid[mask > 0].mean() < 1 and (valid & beyond)[mask > 0].any()
 
 
+def test_drpo_weighs_a_gradient_by_how_far_the_probability_has_moved(batch):
+    """The weight is 1 - sign(A) (π_θ - π_old) / δ, which is negative beyond δ (2606.09821)."""
+    x, mask, A, ratio, kl, kl_slope = by_hand(batch)
+    loss, gradient = objective("drpo", batch, epsilon=0.15)
+    new = np.exp(-1.5 * mask + x / 2)
+    old = new / ratio
+    penalty = np.abs(A) * (new - old) ** 2 / old / 0.3  # π_old (r - 1)² = (π_θ - π_old)² / π_old
+    np.testing.assert_allclose(loss, mask * (kl - A * ratio + penalty), atol=1e-13)
+    weight = 1 - np.sign(A) * (new - old) / 0.15
+    assert (weight < 0)[mask > 0].any() and (weight > 1)[mask > 0].any()
+    np.testing.assert_allclose(gradient, mask * (kl_slope - weight * A * ratio), atol=1e-13)
+
+
 def share_of_positive_tokens(x, mask, A, ratio, low, high) -> float:
     """Returns the left side of BAPO's equation 8, literally."""
     old = np.exp(-1.5 * mask + x / 2) / ratio
@@ -450,6 +465,22 @@ def test_vcpo_multiplies_the_rate_by_the_root_of_the_share_of_effective_samples(
     assert variants.effective_share(torch.tensor([700.0, 700, -700])) == pytest.approx(2 / 3)  # no overflow
 
 
+def test_a_moving_average_takes_a_part_of_the_policys_weights_at_each_sync(one_rank, monkeypatch):
+    monkeypatch.setattr(LAST, "args", SimpleNamespace(online=False))
+    copy = SimpleNamespace()
+    variants.OTHERS["ema-0.03"](copy)
+    policy, reference, rounded = (fully_shard(torch.nn.Linear(3, 2).double()) for _ in range(3))
+    expected = reference.weight.full_tensor().detach().numpy().copy()
+    for step in range(3):
+        policy.weight.data.add_(step + 1.0)
+        copy.sync_reference(reference, policy)
+        expected = 0.97 * expected + 0.03 * policy.weight.full_tensor().detach().numpy()
+    np.testing.assert_allclose(reference.weight.full_tensor().detach().numpy(), expected, atol=1e-14)
+    assert torch.equal(copy.clip_log_ratio(None, torch.tensor([-9.0, 9.0])), torch.tensor([-9.0, 9.0]))
+    with pytest.raises(utils.InputError, match="ema: bf16 would lose small changes"):
+        copy.sync_reference(rounded.bfloat16(), policy)
+
+
 # === Humanline sampling ===
 IDS = torch.arange(B * T).view(B, T)
 
@@ -525,7 +556,7 @@ def test_what_cannot_run_is_refused(monkeypatch):
         monkeypatch.setattr(module, "__file__", module.__file__)
     for words in ([], ["ppo", "grpo_humanline"], ["cispo", "cispo"]):
         with pytest.raises(
-            SystemExit, match=r"error: name a variant \(trust-region, vcpo-rate, no-clipping, sampling, clip-"
+            SystemExit, match=r"error: name a variant \(trust-region, vcpo-rate, ema-0.1, ema-0.03, no-clipp"
         ):
             variants.main(words)
     for name, script_name, function in (("cispo", "dpo", "grpo_loss"), ("hypo", "grpo", "dpo_loss")):
@@ -537,8 +568,9 @@ def test_what_cannot_run_is_refused(monkeypatch):
         with pytest.raises(SystemExit, match="error: vcpo-rate is for GRPO with --no-humanline"):
             variants.main(["vcpo-rate", *words])
     for words in (["dpo_humanline", "--online"], ["grpo_math_humanline"]):
-        with pytest.raises(SystemExit, match="error: trust-region is for offline data"):
-            variants.main(["trust-region", *words, "--engine", "hf", "--num-steps", "1"])
+        for name, label in (("trust-region", "trust-region"), ("ema-0.1", "ema")):
+            with pytest.raises(SystemExit, match=f"error: {label} is for offline data"):
+                variants.main([name, *words, "--engine", "hf", "--num-steps", "1"])
 
 
 def run_variant(name: str, script, arguments: list):

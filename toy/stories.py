@@ -247,16 +247,8 @@ def label(rng: random.Random, answers: list[tuple], tau: float) -> list[dict]:
     return pairs
 
 
-# === Task ===
-
-
-def make_stories(folder: Path, seed: int):
-    """Makes the stories in `folder`."""
-    torch.manual_seed(seed)
-    rng = random.Random(seed)
-    base, tokenizer = load_base()
-
-    # stories of the base model for training, and the beginnings of others for prompts
+def draw_texts(base, tokenizer, rng: random.Random) -> tuple[list[tuple], list[str]]:
+    """Draws stories of the base model. Returns rows to fine-tune on, and prompts from other stories."""
     stories = [
         text.strip() for _, text, _ in sample(base, tokenizer, [""] * 4096, max_new_tokens=24 + NEW_TOKENS)
     ]
@@ -269,9 +261,11 @@ def make_stories(folder: Path, seed: int):
             rows.append((prompt, completion, True))
     prompts = choose_prompts(tokenizer, rng, openings)
     assert len(prompts) >= sum(count for count, _ in SPLITS.values()), f"only {len(prompts)} prompts"
+    return rows, prompts
 
-    # Models and pairs. The policy writes </s>, which the base model never does.
-    policy = finetune(base, tokenizer, rng, rows, 200, 5e-4)
+
+def draw_pairs(policy, tokenizer, rng: random.Random, rows: list[tuple], prompts: list[str]) -> tuple:
+    """Makes authors of the rows, and their labelled pairs. Returns {split: prompts} and {split: pairs}."""
     authors = train_authors(policy, tokenizer, rng, rows)
     prompts_of, answers_of, first = {}, {}, 0
     for split, (count, each) in SPLITS.items():
@@ -281,7 +275,20 @@ def make_stories(folder: Path, seed: int):
         answers_of[split] = draw_answers(authors, tokenizer, rng, counts)
     gaps = [judge_story(prompt, a) - judge_story(prompt, b) for prompt, a, b in answers_of["train"]]
     tau = find_scale(gaps)
-    pairs = {split: label(rng, answers, tau) for split, answers in answers_of.items()}
+    return prompts_of, {split: label(rng, answers, tau) for split, answers in answers_of.items()}
+
+
+# === Task ===
+
+
+def make_stories(folder: Path, seed: int):
+    """Makes the stories in `folder`."""
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    base, tokenizer = load_base()
+    rows, prompts = draw_texts(base, tokenizer, rng)
+    policy = finetune(base, tokenizer, rng, rows, 200, 5e-4)  # writes </s>, which the base model never does
+    prompts_of, pairs = draw_pairs(policy, tokenizer, rng, rows, prompts)
     save(folder / "policy", policy, tokenizer)
     reward_model = AutoModelForSequenceClassification.from_pretrained(folder / "policy", num_labels=1)
     train_reward_model(reward_model, tokenizer, rng, pairs["train"])
