@@ -1,7 +1,9 @@
 """Tests lab/: statistics by hand, the runner, the judges' scores, and timed steps."""
 
 import json
+import math
 import shutil
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
@@ -10,11 +12,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from helpers import ROOT, read_rows, run_ranks
+from helpers import ROOT, parse_command, read_rows, run_ranks
 from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lab import compare, run, score, step
+from lab import board, compare, run, score, step
+from lab.frontier import make as frontier
 from toy import make, stories
 
 STORIES = ROOT / "toy" / "stories"
@@ -299,3 +302,34 @@ def test_trl_trains_on_the_same_tokens_and_another_checkout_runs_its_own_code(
     names = ["| k=1", f"| k=1 in {other_checkout}", "| TRL, 4 pairs"]
     assert [line.split(" | ")[0] for line in table[1:]] == names
     assert " | 1.000 | 1.000 |" in table[1]
+
+
+# === frontier ===
+def test_every_arm_of_frontier_has_nine_settings_that_its_script_takes(tmp_path, monkeypatch, capsys):
+    for objective, arm in frontier.ARMS:
+        chosen = frontier.settings(objective, arm)
+        assert len(set(chosen)) == 9
+        assert Counter(words.split("--lr ")[1] for words in chosen) == dict.fromkeys(frontier.RATES, 3)
+        for line in frontier.lines(objective, arm, chosen[0], [3]):
+            words = line.split(" | ", 3)[3].split()[3:]  # after `python -m lab.steps`
+            if words[0] == "paper/variants.py":
+                words = [f"{words[2]}.py", *words[3:]]
+            _, args = parse_command(["python", *words], tmp_path, monkeypatch)
+            assert args.num_steps == 120 and args.dataset.startswith("lab/board/3/")
+            assert args.humanline == (arm not in ("plain", "online"))
+            assert args.online == (arm == "online")
+
+
+def test_frontier_chooses_setting_and_step_by_the_mean_judge_within_the_limit():
+    rows = []
+    runs = (("a", (0.5, 0.6, 0.7), 10), ("b", (0.9, 0.9, 0.3), 19), ("c", (0.9, 0.9, 0.9), 21))
+    for words, judges, kl in runs:
+        for draw, judge in zip((3, 4, 5), judges):
+            row = {"words": words, "instance": draw}
+            for at in board.STEPS:
+                row |= {f"judge@{at}": judge - abs(at - 60) / 1000, f"kl@{at}": kl}
+            rows.append(row)
+    one_draw = {f"{name}@{at}": 1.0 for at in board.STEPS for name in ("judge", "kl")}
+    table = pd.DataFrame([*rows, {"words": "d", "instance": 3} | one_draw])
+    assert frontier.choose(table, 20)[1:] == ("b", 60)
+    assert frontier.choose(table, math.inf) == (pytest.approx(0.9), "c", 60)
