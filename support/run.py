@@ -147,7 +147,7 @@ def check_flags(args):
     if batch_size % world or batch_size % group_size:
         raise InputError(f"the batch of {batch_size} must be a multiple of --group-size and of {world} ranks")
     if not args.resume and args.output_dir and Path(args.output_dir, "args.json").exists():
-        raise InputError(f"--output-dir {args.output_dir} holds a run; to resume it, pass it as --resume")
+        raise InputError(f"--output-dir {args.output_dir} holds a run: pass another, or --resume this one")
 
 
 def will_sample(args) -> bool:
@@ -423,10 +423,13 @@ def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple], group
     first = groups[0][0]
     epochs = args.num_steps * groups_per_step / len(groups)  # online more, because some prompts give no group
     # Not counted: the sync at step 0, when both models are equal, and one in the last step.
-    syncs = len(range(args.k, args.num_steps - 1, args.k)) if args.humanline and args.k else 0
+    syncs = len(range(args.k, args.num_steps - 1, args.k)) if args.k else 0
+    method = "no humanline"
+    if args.humanline:
+        method = f"humanline: k {args.k}, {syncs} syncs change the reference"
     print_main(
         f"model: {args.model}, {policy.num_parameters():,} parameters, {args.dtype}\n"
-        f"humanline: {args.humanline}, k {args.k}: {syncs} syncs change the reference\n"
+        f"{method}\n"
         f"data: {len(groups):,} rows; {args.num_steps} steps of {groups_per_step}: {epochs:.1f} epochs\n"
         f"files: {folder}\n"
         f"the first prompt:\n{tokenizer.decode(first.prompt_ids)}"

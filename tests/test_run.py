@@ -78,7 +78,7 @@ def check(script, *flags):
             ["--batch-size", "30", "--group-size", "4"],
             "the batch of 30 must be a multiple of",
         ),
-        (dpo_humanline, ["--output-dir", "USED"], "holds a run; to resume it, pass it as --resume"),
+        (dpo_humanline, ["--output-dir", "USED"], "holds a run: pass another, or --resume this one"),
         (dpo_humanline, ["--resume", "USED/final"], "no args.json; pass the folder of a run"),
         (kto_humanline, ["--resume", "USED"], "it is not a run of kto_humanline.py"),
         (dpo_humanline, ["--resume", "USED", "--seed", "7"], "--resume cannot change seed"),
@@ -332,7 +332,7 @@ def finished(tmp_path_factory):
 def test_a_run_begins_with_what_it_will_do(finished):
     folder, said = finished
     assert f"\nmodel: {TOY / 'policy'}, 112,320 parameters, float64\n" in said
-    assert "\nhumanline: True, k 2: 1 syncs change the reference\n" in said
+    assert "\nhumanline: k 2, 1 syncs change the reference\n" in said
     assert "\ndata: 128 rows; 4 steps of 8: 0.2 epochs\n" in said and f"\nfiles: {folder}\n" in said
     assert "\nthe first prompt:\n<|user|> for " in said and re.search(r"completion:\n.* <\|end\|>\n", said)
 

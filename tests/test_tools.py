@@ -172,8 +172,8 @@ def test_the_error_of_a_difference_of_scores_is_paired_by_prompt(tmp_path):
     error = leads.std(ddof=1) / math.sqrt(40)
     wanted = [np.mean(first), np.std(first, ddof=1) / math.sqrt(40), np.mean(second)]
     wanted += [np.std(second, ddof=1) / math.sqrt(40), leads.mean(), error]
-    assert table.loc["reward"].tolist() == pytest.approx(wanted)
-    assert table.loc["finished", "first"] == 39 / 40
+    assert table.loc["eval/reward"].tolist() == pytest.approx(wanted)
+    assert table.loc["eval/finished", "first"] == 39 / 40
     assert table.loc["eval/kl"].tolist() == pytest.approx([1, 0.3, 2, 0.3, 1, 0.3 * math.sqrt(2)])
     assert said == f"{folders[1]} scores 0.10 ± 0.00 more than {folders[0]}"
 
@@ -196,16 +196,18 @@ def test_the_verdict_follows_the_rule_of_the_page(second, kls, words, tmp_path):
 
 def test_the_page_of_a_comparison_has_all_answers_escaped_and_the_picture(tmp_path, capsys):
     _, _, folders = compare_runs(tmp_path, [[0.0] * 40, [0.5] * 40])
-    for folder, right in zip(folders, ([1, 0, 1, 1], [1, 0, 0, 1])):
-        (folder / "questions.json").write_text(json.dumps({"before": [1, 1, 1, 1], "after": right}))
+    for folder, right in zip(folders, ([1, 1, 0, 1, 1, 1, 1, 1], [1, 1, 0, 1, 0, 0, 0, 0])):
+        (folder / "questions.json").write_text(json.dumps({"before": [1] * 8, "after": right}))
     compare.main(*folders)
     page = (folders[1] / "compare.html").read_text()
     for i in range(40):
         assert f"<td>a&lt;{i}{' <span' if i == 0 else ''}" in page and f"<td>b&lt;{i}" in page
     assert page.count("data:image/png;base64,iVBOR") == 1 and "other" not in page
     said = capsys.readouterr().out
-    assert "right answers" in said and "-0.250 ±   0.250" in said
-    assert "verdict: " in said and f"{folders[0]}: a<0\n" in said
+    assert re.search(r"^right answers +0.875 .* -0.500 ± +0.189$", said, re.MULTILINE)
+    assert re.search(r"^… before training +1.000 .* 0.000 ± +0.000$", said, re.MULTILINE)
+    assert re.search(r"^verdict: .* but its right answers fell from 1.00 to 0.38$", said, re.MULTILINE)
+    assert f"{folders[0]}: a<0\n" in said
 
 
 def test_runs_that_cannot_be_compared_are_refused(tmp_path):
@@ -245,4 +247,4 @@ def test_right_answers_are_counted_before_and_after_a_run(tmp_path, capsys, monk
     assert found["before"] == found["after"] and set(found["before"]) == {0, 1}
     mean = sum(found["after"]) / 3
     said = capsys.readouterr().out
-    assert f"right answers of 3: {mean:.2f} before, {mean:.2f} after, 0.00 ± 0.00 more" in said
+    assert f"right answers of 3: {mean:.2f} before, {mean:.2f} after, 0.00 ± 0.00 change" in said

@@ -6,9 +6,9 @@
 Both runs need the same held-out prompts. The program prints the table, the verdict and a few answers. It
 writes compare.html, with all answers and the picture, into the second run's folder. The page loads nothing.
 
-    reward                the count of SCORE in greedy answers, or the reward model's score of samples
+    eval/reward           the count of SCORE in greedy answers, or the reward model's score of samples
     right answers         from `python -m tools.questions runs/mine`, if both runs have it
-    finished, length      share of these texts that end with an EOS token; tokens
+    eval/finished, …      share of these texts that end with an EOS token; tokens
 
 The errors of these differences are paired by prompt or question. The other values are means of summary.json,
 whose difference has the error of independent means, which is too large because both runs have the same rows.
@@ -36,12 +36,13 @@ from utils import InputError, mean_and_error  # noqa: E402
 PANELS = ("logps/chosen", "logps/rejected", "eval/reward", "eval/kl")
 LEAST_PROMPTS = 30  # with fewer, a standard error is itself too uncertain
 STYLE = """body {font: 15px/1.45 system-ui, sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em}
-table {border-collapse: collapse; width: 100%}
+table {border-collapse: collapse; width: 100%; table-layout: fixed}
+th:first-child {width: 16%}
 td, th {border: 1px solid #ccc; padding: .4em; text-align: left}
 td {vertical-align: top; white-space: pre-wrap}
 img {max-width: 100%}
 .cut {color: #a00}"""
-COLUMNS = {"finished": "finished", "length": "tokens"}  # {name in the table: column of samples.jsonl}
+COLUMNS = {"eval/finished": "finished", "eval/length": "tokens"}  # {name: column of samples.jsonl}
 OTHERS = ("eval/kl", "eval/accuracy")  # the loss and the margin depend on β and other flags
 
 
@@ -52,7 +53,7 @@ class Run(NamedTuple):
     summary: dict  # {"before" or "after": {name: [mean, standard error, n]}}
     before: pd.DataFrame  # the texts of the first evaluation that are counted, a row for each prompt
     after: pd.DataFrame  # the same of the last evaluation
-    right: list  # 1 for each right answer to tools/questions.jsonl; [] if they were not asked
+    right: dict  # {"before" or "after": 1 for each right answer to tools/questions.jsonl}; {}: not asked
 
 
 def read_run(folder: Path) -> Run:
@@ -68,7 +69,7 @@ def read_run(folder: Path) -> Run:
     counted = samples if samples.reward.notna().any() else texts[texts.greedy]
     before, after = (counted[counted.step == step].reset_index(drop=True) for step in (0, counted.step.max()))
     asked = folder / "questions.json"
-    right = json.loads(asked.read_text())["after"] if asked.exists() else []
+    right = json.loads(asked.read_text()) if asked.exists() else {}
     return Run(folder, summary, before, after, right)
 
 
@@ -76,9 +77,10 @@ def differences(first: Run, second: Run) -> pd.DataFrame:
     """Returns a table: name, and mean and error of the first run, of the second, and of second - first."""
     pairs = {}  # {name: the values of both runs, by prompt or question}
     if first.after.reward.notna().all() and second.after.reward.notna().all():
-        pairs["reward"] = first.after.reward, second.after.reward
+        pairs["eval/reward"] = first.after.reward, second.after.reward
     if first.right and second.right:
-        pairs["right answers"] = first.right, second.right
+        pairs["right answers"] = first.right["after"], second.right["after"]
+        pairs["… before training"] = first.right["before"], second.right["before"]
     pairs |= {name: (first.after[key], second.after[key]) for name, key in COLUMNS.items()}
     rows = []
     for name, (one, other) in pairs.items():
@@ -97,11 +99,11 @@ def differences(first: Run, second: Run) -> pd.DataFrame:
 def verdict(first: Run, second: Run, table: pd.DataFrame) -> str:
     """Applies the rule of docs/first_run.md to the rewards of two runs."""
     count = len(first.after)
-    if "reward" not in table.index:
+    if "eval/reward" not in table.index:
         return "no verdict: without SCORE or --reward-model nothing is counted, so read the answers"
     if count < LEAST_PROMPTS:
         return f"no verdict: {count} prompts are too few; pass at least {LEAST_PROMPTS}"
-    difference, error = table.loc["reward", ["difference", "error"]]
+    difference, error = table.loc["eval/reward", ["difference", "error"]]
     if abs(difference) <= 2 * error:
         least = f"; a difference must be above {2 * error:.2f}, two standard errors" if error else ""
         return f"no difference of scores is seen with {count} prompts, so keep the simpler run{least}"
@@ -110,6 +112,11 @@ def verdict(first: Run, second: Run, table: pd.DataFrame) -> str:
     kl, other_kl = (run.summary["after"]["eval/kl"][0] for run in (better, other))
     if kl > 2 * max(other_kl, 1):
         said += f", but went {kl:.1f} nats from the initial model and not {other_kl:.1f}: ask tools.questions"
+    if better.right:
+        before, after = (torch.tensor(better.right[when]).double() for when in ("before", "after"))
+        change, error, _ = mean_and_error({"change": after - before})["change"]
+        if change < -2 * error:
+            said += f", but its right answers fell from {before.mean():.2f} to {after.mean():.2f}"
     return said
 
 

@@ -1,6 +1,6 @@
 """Counts right answers before and after a run, because training on own pairs can cost what a model knew.
 
-    python -m tools.questions runs/mine  # half a minute of a core with a model of 135M parameters
+    python -m tools.questions runs/mine  # a few minutes on a CPU with a model of 135M parameters
 
 The 40 questions of tools/questions.jsonl have one-word answers. A model's answer is greedy, has at most 30
 tokens, and is right if an accepted word stands in it. The run's folder gets questions.json, which
@@ -15,6 +15,7 @@ from statistics import fmean
 
 import torch
 import tyro
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import utils
@@ -37,7 +38,7 @@ def generate(model, eos_ids: set[int], prompts: list, batch_size: int, **setting
     """
     model.generation_config = GenerationConfig(eos_token_id=list(eos_ids), pad_token_id=0, **settings)
     answers = []
-    for start in range(0, len(prompts), batch_size):
+    for start in tqdm(range(0, len(prompts), batch_size), "answering", leave=False):
         batch = prompts[start : start + batch_size]
         input_ids = utils.pad_rows(batch, model.device, side="left").long()
         mask = utils.pad_rows([[1] * len(prompt) for prompt in batch], model.device, side="left")
@@ -75,7 +76,8 @@ def main(folder: tyro.conf.Positional[Path]):
     change = torch.tensor(right["after"]) - torch.tensor(right["before"])
     mean, error, count = utils.mean_and_error({"change": change})["change"]
     before, after = fmean(right["before"]), fmean(right["after"])
-    print(f"right answers of {count}: {before:.2f} before, {after:.2f} after, {mean:.2f} ± {error:.2f} more")
+    words = f"{before:.2f} before, {after:.2f} after, {mean:.2f} ± {error:.2f} change"
+    print(f"right answers of {count}: {words}")
 
 
 if __name__ == "__main__":
