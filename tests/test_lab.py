@@ -63,7 +63,7 @@ def test_arms_are_paired_by_instance_after_seeds_are_averaged():
 def test_the_command_prints_every_arm_and_pair(capsys):
     compare.main("gap")
     lines = capsys.readouterr().out.splitlines()
-    assert "before training  0.177" in lines[2] and "online − ε 0.2  0.081 [−0.015, 0.176]" in lines[-1]
+    assert "before training  0.177" in lines[2] and "(online) − (ε 0.2)  0.081 [−0.015, 0.176]" in lines[-1]
 
 
 def test_every_picture_is_drawn_and_every_committed_picture_is_among_them(tmp_path):

@@ -205,7 +205,7 @@ def test_the_pages_function_gives_the_rewards_of_online_grpo(tmp_path, monkeypat
     answers = [sample for sample in samples if sample["greedy"]]
     for answer in answers:
         assert answer["reward"] == pytest.approx(answer["finished"] - 0.1 * answer["tokens"], abs=1e-6)
-    assert len({answer["reward"] for answer in answers}) > 1
+    assert all(sample["reward"] is None for sample in samples if not sample["greedy"])
     assert metrics(tmp_path / "run")[0]["grad_norm"] > 0
 
 
