@@ -21,7 +21,7 @@ from lab.compare import LAB
 FOLDER = LAB / "frontier"
 RATES = ("1e-4", "3e-4", "1e-3")
 DPO, KTO, GRPO = (f"{name}_humanline.py" for name in ("dpo", "kto", "grpo"))
-NORM = "--max-grad-norm 1"  # KTO's default differs between humanline and the control
+NORM = "--max-grad-norm 1"  # of all runs, because the scripts' defaults differ between arms
 ARMS = {  # {(objective, arm): (words before the flags, the three settings beside the rate)}
     ("DPO", "plain"): (f"{DPO} --no-humanline", ["--beta 0.1", "--beta 0.03", "--beta 0.01"]),
     ("DPO", "clip only"): (f"{DPO} --k 0", ["--beta 0.1", "--beta 0.03", "--beta 0.01"]),
@@ -43,19 +43,19 @@ ARMS = {  # {(objective, arm): (words before the flags, the three settings besid
         ["--beta 0.1", "--beta 0.03", "--beta 0.01"],
     ),
     ("KTO", "plain"): (
-        f"{KTO} --no-humanline {NORM}",
+        f"{KTO} --no-humanline",
         ["--beta 0.25", "--beta 0.025", "--beta 0.0025"],
     ),
     ("KTO", "sync only"): (
-        f"paper/variants.py no-clipping kto_humanline {NORM}",
+        "paper/variants.py no-clipping kto_humanline",
         ["--k 16 --beta 0.25", "--k 16 --beta 0.025", "--k 1 --beta 0.25"],
     ),
     ("KTO", "both"): (
-        f"{KTO} {NORM}",
+        f"{KTO}",
         ["--k 16 --beta 0.25", "--k 16 --beta 0.025", "--k 1 --beta 0.25"],
     ),
     ("KTO", "online"): (
-        f"{KTO} --online --no-humanline {NORM}",
+        f"{KTO} --online --no-humanline",
         ["--beta 0.25", "--beta 0.025", "--beta 0.0025"],
     ),
     ("GRPO", "plain"): (
@@ -82,8 +82,8 @@ ARMS = {  # {(objective, arm): (words before the flags, the three settings besid
 PAPER = {  # the paper's own settings, which are not tuned
     ("DPO", "paper, plain"): f"{DPO} --no-humanline --beta 0.1 --lr 1e-4",
     ("DPO", "paper, humanline"): f"{DPO} --k 1 --beta 0.1 --lr 1e-4",
-    ("KTO", "paper, plain"): f"{KTO} --no-humanline {NORM} --beta 0.25 --lr 1e-4",
-    ("KTO", "paper, humanline"): f"{KTO} --k 1 {NORM} --beta 0.25 --lr 1e-4",
+    ("KTO", "paper, plain"): f"{KTO} --no-humanline --beta 0.25 --lr 1e-4",
+    ("KTO", "paper, humanline"): f"{KTO} --k 1 --beta 0.25 --lr 1e-4",
     ("GRPO", "paper, plain"): f"{GRPO} --no-humanline --epsilon 0.5 --beta 0.01 --lr 1e-4",
     ("GRPO", "paper, humanline"): f"{GRPO} --k 1 --epsilon 0.15 --beta 0.01 --lr 1e-4",
 }
@@ -97,7 +97,7 @@ def settings(objective: str, arm: str) -> list[str]:
 
 def lines(objective: str, arm: str, words: str, draws) -> list[str]:
     """Returns the lines of lab.run for a setting on some draws."""
-    commands = [board.plan(words.split(), draw, "")["command"] for draw in draws]
+    commands = [board.plan(f"{words} {NORM}".split(), draw, "")["command"] for draw in draws]
     return [f"{objective} | {arm} | {draw} | {command}" for draw, command in zip(draws, commands)]
 
 
