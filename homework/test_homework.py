@@ -188,5 +188,5 @@ def test_8_a_sync_copies_everything():
     copied = reference.state_dict()
     for name, tensor in policy.state_dict().items():
         assert torch.equal(tensor, copied[name]), (
-            f"After the sync of step 0, `{name}` of the reference is not that of the policy."
+            f"After the sync of step 0, `{name}` of the reference should equal the policy's."
         )

@@ -28,8 +28,8 @@ TUNING, REPORTED = (3, 4, 5), tuple(range(31, 43))
 LIMITS = (20, math.inf)  # maxima of the mean KL, in nats, of the two numbers
 LEAST_TRIGRAMS = 0.25  # a method with a smaller share of distinct trigrams repeats itself
 BEFORE = "before training"  # a method with a learning rate of 1e-30
-# CPU time of plain DPO (False: fixed data; True: online), as a multiple of that of scoring, which is the same
-# work in all runs. A run may take twice as long.
+# CPU time of plain DPO's training, divided by the CPU time of scoring, which is the same work in all runs:
+# {whether the run is online: ratio}. The ratio of a run may be twice as large.
 PLAIN = {False: 1.3, True: 7.3}
 
 FIXED = "--model toy/stories/policy --engine hf --dtype float32 --seed 21 --num-steps 120"
@@ -160,7 +160,7 @@ def line_of(name: str, rows: pd.DataFrame) -> tuple:
 
 
 def methods(rows: pd.DataFrame, online: bool) -> dict[str, pd.DataFrame]:
-    """Returns the rows of each reported method of a track, those that repeat themselves last."""
+    """Returns the rows of each reported method of a track. Methods that repeat themselves come last."""
     found = {
         name: one for name, one in of_track(rows, online).groupby("name") if one.draw.isin(REPORTED).any()
     }
@@ -199,7 +199,7 @@ def show_report(rows: pd.DataFrame, name: str, others: dict[str, pd.DataFrame]):
     show([HEAD, *lines, *(listed[other][2] for other in below)])
     for limit, title in zip(LIMITS, HEAD[2:]):
         own, note = at_choice(rows, limit)
-        print(f"{title}: {note if len(own) else f'no number; it would be that of {note}'}")
+        print(f"{title}: {note if len(own) else f'no number, because there are no rows of {note}'}")
         for other in above + below:
             leads = (own.judge - at_choice(others[other], limit)[0].judge).dropna()
             if len(leads) > 1:

@@ -1,6 +1,6 @@
 """Computes the numbers that pages link, and leads each link to its line of lab/numbers.csv.
 
-    python -m lab.numbers  # after a change of a page or of a csv: says which number is not that of its name
+    python -m lab.numbers  # after a change of a page or a csv: names each number that differs from its line
 
 A page has a number as a link with the name in quotes:
 

@@ -451,7 +451,7 @@ class Log:
             file: `__file__` of the script.
             start: the number of completed steps. Lines of later steps, which are repeated, are removed.
             before: the evaluation before training.
-            evaluation_time: its seconds.
+            evaluation_time: the seconds that this evaluation took.
             names: the metrics that stand beside the progress bar.
         """
         save_args(args, folder, file)
@@ -497,7 +497,7 @@ class Log:
         minutes = (evaluations * self.evaluation_time + len(left) * step_time) / 60
         words = f"time: {self.evaluation_time:.0f} s an evaluation, {step_time:.1f} s a step"
         online = getattr(self.args, "online", True)  # grpo_math, which has no such flag, always samples
-        print_main(f"{words}, so {minutes:.0f} minutes for the rest{' without its sampling' * online}")
+        print_main(f"{words}, so about {minutes:.0f} min for the rest{' without sampling' * online}")
         self.evaluation_time = None
 
     def write_tensorboard(self, step: int, metrics):

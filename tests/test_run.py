@@ -384,8 +384,8 @@ def test_the_bar_shows_what_the_script_names(metric_lines, shown, tmp_path):
 @pytest.mark.parametrize(
     ("online", "words"),
     [
-        (False, "time: 90 s an evaluation, 18.0 s a step, so 7 minutes for the rest\n"),  # 3 and 7
-        (True, "time: 90 s an evaluation, 18.0 s a step, so 6 minutes for the rest without its sampling\n"),
+        (False, "time: 90 s an evaluation, 18.0 s a step, so about 7 min for the rest\n"),  # 3 and 7
+        (True, "time: 90 s an evaluation, 18.0 s a step, so about 6 min for the rest without sampling\n"),
     ],
 )
 def test_the_first_step_without_sampling_estimates_the_rest_of_the_run(online, words, tmp_path, capsys):
