@@ -338,17 +338,20 @@ def chat() -> dict:
 
 @reads("first_run")
 def first_runs() -> dict:
-    """Accuracy after ten steps at 5e-6, and where README's command ends: three seeds, two processors."""
+    """Accuracy after ten steps at 5e-6, and where README's commands end: three seeds, two processors."""
     rows = pd.read_csv(path_of("first_run"))
     ten = rows[(rows.metric == "eval/accuracy") & rows.command.str.contains("--num-steps 10")].after
-    ends = rows[
-        (rows.metric == "eval/reward") & rows.command.str.startswith("torchrun grpo_humanline.py --k 16")
-    ]
-    return {
-        "first_run: accuracy after ten steps": ten.item(),
-        "first_run: least end of README's command": ends.after.min(),
-        "first_run: greatest end of README's command": ends.after.max(),
-    }
+    found = {"first_run: accuracy after ten steps": ten.item()}
+    toys = rows[rows.metric.eq("eval/reward") & rows.command.str.contains(" grpo_humanline.py")]
+    arms = toys.command.str.extract(r"py (.*?) --seed")[0]
+    for flags, name in (
+        ("--k 16", "humanline"),
+        ("--no-humanline", "default"),
+        ("--no-humanline --epsilon 1e9", "no-clip"),
+    ):
+        ends = toys[arms == flags].after
+        found |= {f"toy/{name}/least": ends.min(), f"toy/{name}/greatest": ends.max()}
+    return found
 
 
 @reads("own")
