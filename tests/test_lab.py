@@ -331,5 +331,8 @@ def test_frontier_chooses_setting_and_step_by_the_mean_judge_within_the_limit():
             rows.append(row)
     one_draw = {f"{name}@{at}": 1.0 for at in board.STEPS for name in ("judge", "kl")}
     table = pd.DataFrame([*rows, {"words": "d", "instance": 3} | one_draw])
-    assert frontier.choose(table, 20)[1:] == ("b", 60)
-    assert frontier.choose(table, math.inf) == (pytest.approx(0.9), "c", 60)
+    assert frontier.ranked(table, (3, 4, 5), 20)[0][1:] == ("b", 60)
+    far = frontier.ranked(table, (3, 4, 5), math.inf)
+    assert [words for _, words, _ in far] == ["c", "b", "a"]
+    assert far[0] == (pytest.approx(0.9), "c", 60)
+    assert {words for _, words, _ in frontier.ranked(table, [3], 20)} == {"a", "b", "d"}

@@ -1,12 +1,14 @@
 """Writes the runs of the study: every setting of every arm on the draws for tuning, then what they choose.
 
-    python -m lab.frontier.make tuning           # writes lab/frontier/tuning.txt, 405 runs
-    python -m lab.run lab/frontier/tuning.txt    # writes the rows of lab/frontier/frontier.csv
-    python -m lab.frontier.make report           # writes lab/frontier/report.txt, from these rows
+    python -m lab.frontier.make first      # writes lab/frontier/first.txt: all settings on one draw
+    python -m lab.run lab/frontier/first.txt    # writes the rows of lab/frontier/frontier.csv
+    python -m lab.frontier.make second     # from these rows: the best settings on two more draws
+    python -m lab.run lab/frontier/second.txt
+    python -m lab.frontier.make report     # from these rows: the chosen settings on the twelve draws
     python -m lab.run lab/frontier/report.txt
 
-Every arm has nine settings: three rates times three others. Its setting and its step are chosen together on
-the three draws for tuning, twice: among all steps with a mean KL of at most 20 nats, and without this limit.
+Every arm has nine settings: three rates times three others. Its setting and its step are chosen together,
+twice: among all steps with a mean KL of at most 20 nats, and without this limit.
 """
 
 from itertools import product
@@ -101,43 +103,52 @@ def lines(objective: str, arm: str, words: str, draws) -> list[str]:
     return [f"{objective} | {arm} | {draw} | {command}" for draw, command in zip(draws, commands)]
 
 
-def choose(rows: pd.DataFrame, limit: float) -> tuple[float, str, int]:
-    """Returns the best mean judge of the tuning draws, with its setting and step, within a mean KL in nats.
+def ranked(rows: pd.DataFrame, draws, limit: float) -> list[tuple[float, str, int]]:
+    """Returns (mean judge, setting, step) of each setting at its best step, the best setting first.
 
-    rows: those of one arm, with the words of each row's setting in the column `words`. A run that broke has
-        no scores. Its setting is not chosen.
+    rows: those of one arm, with the words of each row's setting in the column `words`
+    limit: largest mean KL over the draws, in nats. Other steps do not count.
+
+    A setting that lacks a draw is left out, and so is a step at which a run has no scores, because it broke.
     """
-    found = []
-    for words, group in rows.groupby("words"):
-        means = group.drop_duplicates("instance").mean(numeric_only=True)
-        complete = group.instance.nunique() == len(board.TUNING)
+    found = {}
+    for words, group in rows[rows.instance.isin(draws)].groupby("words"):
+        complete = set(group.instance) == set(draws)
         for step in board.STEPS:
-            judges = group[f"judge@{step}"]
-            if complete and judges.notna().all() and means[f"kl@{step}"] <= limit:
-                found.append((judges.mean(), words, step))
-    return max(found)
+            judges, kls = group[f"judge@{step}"], group[f"kl@{step}"]
+            if complete and judges.notna().all() and kls.mean() <= limit:
+                found[words] = max(found.get(words, (-1.0, "", 0)), (judges.mean(), words, step))
+    return sorted(found.values(), reverse=True)
 
 
-def chosen_settings(objective: str, arm: str) -> list[str]:
-    """Returns the words of the settings that the rows of the tuning draws choose: one, or two."""
+def rows_of(objective: str, arm: str) -> pd.DataFrame:
+    """Returns the rows of an arm on the draws for tuning, with the column `words`."""
     rows = pd.read_csv(FOLDER / "frontier.csv").query("panel == @objective and arm == @arm")
     words_of = {}
     for words in settings(objective, arm):
         words_of |= {line.split(" | ", 3)[3]: words for line in lines(objective, arm, words, board.TUNING)}
-    rows = rows[rows.command.isin(words_of)].assign(words=rows.command.map(words_of))
-    return sorted({choose(rows, limit)[1] for limit in board.LIMITS})
+    return rows[rows.command.isin(words_of)].assign(words=rows.command.map(words_of))
 
 
-def main(part: tyro.conf.Positional[Literal["tuning", "report"]]):
+def chosen_settings(objective: str, arm: str, draws, count: int) -> list[str]:
+    """Returns the words of the `count` best settings on some draws within each limit, without repetitions."""
+    rows = rows_of(objective, arm)
+    return sorted({words for limit in board.LIMITS for _, words, _ in ranked(rows, draws, limit)[:count]})
+
+
+def main(part: tyro.conf.Positional[Literal["first", "second", "report"]]):
     """Writes the file of one part."""
+    first, *others = board.TUNING
     text = [f"# Written by python -m lab.frontier.make {part}"]
     for objective, arm in ARMS:
-        if part == "tuning":
-            for words in settings(objective, arm):
-                text += lines(objective, arm, words, board.TUNING)
+        if part == "first":
+            chosen, draws = settings(objective, arm), [first]
+        elif part == "second":
+            chosen, draws = chosen_settings(objective, arm, [first], 3), others
         else:
-            for words in chosen_settings(objective, arm):
-                text += lines(objective, arm, words, board.REPORTED)
+            chosen, draws = chosen_settings(objective, arm, board.TUNING, 1), board.REPORTED
+        for words in chosen:
+            text += lines(objective, arm, words, draws)
     if part == "report":
         for (objective, arm), words in PAPER.items():
             text += lines(objective, arm, words, board.REPORTED)
