@@ -25,7 +25,7 @@ TALES = ["--model", "toy/tales/policy", "--reward-model", "toy/tales/reward_mode
 TALES += "--batch-size 8 --round-prompts 12 --samples-per-prompt 4 --max-new-tokens 24 --k 4".split()
 MATH = "--prompts-per-step 2 --group-size 4 --sample-every 4 --k 2 --max-new-tokens 16".split()
 RUNS = {  # {script: flags, steps of the page: those that begin no round}
-    "dpo": ([*TALES, "--online"], [2, 6]),
+    "dpo": ([*TALES, "--online", "--sft-weight", "0.1"], [2]),
     "kto": (TALES, [2, 4, 6, 7]),
     "grpo_math": (MATH, [2, 6]),
 }
@@ -113,6 +113,15 @@ def test_the_sliders_change_the_numbers_to_what_the_script_computes(pages):
         titles = re.findall(r"push (-?[0-9.]+)", dom[: dom.index("<script")])
         assert [float(push) for push in titles] == pytest.approx(-gradient[mask.bool()], abs=6e-5)
         assert 0 < (gradient[mask.bool()] == 0).double().mean() < 1
+
+
+@pytest.mark.slow
+def test_a_page_of_dpo_has_the_loss_of_the_run_with_the_likelihood_term(pages):
+    losses = {line["step"]: line["loss"] for line in metrics(pages["dpo"].parent)}
+    dom = browse(pages["dpo"], "step=2&bound=1.5")
+    assert float(re.search(r'data-name="loss">([^<]+)<', dom)[1]) == pytest.approx(losses[2], abs=6e-5)
+    chosen = [row for group in steps_of(pages["dpo"])[2]["groups"] for row in group["rows"][:1]]
+    assert fmean(row["nll"] for row in chosen) * 0.1 > 0.01  # so the term is a part of the loss
 
 
 HARD = (

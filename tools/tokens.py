@@ -141,6 +141,7 @@ def describe_step(
             described["prompt"] = tokenizer.decode(group[0].prompt_ids)
         for example, (row_logps, row_ref_logps, title, row_A) in zip(group, rows):
             row = {"A": row_A, "x": [six(a - b) for a, b in zip(row_logps, row_ref_logps)]}
+            row["nll"] = six(-sum(row_logps) / len(row_logps))
             if number < shown:
                 row |= {"title": title, "texts": spell(tokenizer, example.completion_ids)}
                 row["logps"] = [six(logp) for logp in row_logps]
@@ -207,7 +208,8 @@ def page(title: str, settings: dict, steps: list[dict]) -> str:
 
     Args:
         settings: "kind" ("dpo", "kto" or "grpo"), "low" and "high" (the bounds in nats; None: no bound), and
-            what the loss needs: "beta", "epsilon" (GRPO), "lambda_D" and "lambda_U" (KTO).
+            what the loss needs: "beta", "sft_weight" (DPO; may be left out), "epsilon" (GRPO), "lambda_D" and
+            "lambda_U" (KTO).
         steps: dicts as `describe_step` returns them.
     """
     content = json.dumps({"title": title, **settings, "steps": steps})
@@ -223,10 +225,10 @@ def frame(text: str, height: int) -> str:
 
 def settings_of(script, args) -> dict:
     """Returns what the page needs of a run's flags."""
-    names = {"dpo": ["beta"], "kto": ["beta", "lambda_D", "lambda_U"], "grpo": ["beta", "epsilon"]}
+    names = {"dpo": ["sft_weight"], "kto": ["lambda_D", "lambda_U"], "grpo": ["epsilon"]}
     kind = algorithm(script)
     low, high = (None if math.isinf(bound) else bound for bound in (args.log_epsilon_P, args.log_epsilon_R))
-    settings = {"kind": kind, "low": low, "high": high, "clips": args.humanline}
+    settings = {"kind": kind, "low": low, "high": high, "clips": args.humanline, "beta": args.beta}
     return settings | {name: getattr(args, name) for name in names[kind]}
 
 
