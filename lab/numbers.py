@@ -339,13 +339,18 @@ def first_runs() -> dict:
 
 
 @reads("own")
-def own_tuning() -> dict:
-    """The share of held-out answers with the behaviour and others, by arm and setting."""
+def own_pairs() -> dict:
+    """The share of held-out answers with the behaviour and others: of tuning by setting, of the report by arm."""
+    rows = pd.read_csv(path_of("own"))
+    tuning = rows.panel == "brief"
+    passes, rate = rows.instance[tuning].str.extract(r"(\d) passes (\S+)").T.to_numpy()
+    arms = rows.arm.str.replace(" ", "_")
+    rows["name"] = "own/" + rows.panel.str.replace(" ", "/") + "/" + arms
+    rows.loc[tuning, "name"] = "own/" + arms[tuning] + "/" + passes + "/" + rate
     found = {}
-    for _, row in pd.read_csv(path_of("own")).query("panel == 'brief'").iterrows():
-        passes, _, rate = row.instance.split()
-        for metric in ("share", "right", "kl"):
-            found[f"own/{row.arm.replace(' ', '_')}/{passes}/{rate}/{metric}"] = row[metric]
+    for name, runs in rows.groupby("name"):
+        found |= {f"{name}/{metric}": runs[metric].mean() for metric in ("share", "right", "kl")}
+        found |= {f"{name}/share/least": runs.share.min(), f"{name}/share/greatest": runs.share.max()}
     return found
 
 

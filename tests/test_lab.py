@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lab import board, compare, run, score, step
 from lab.frontier import make as frontier
+from lab.frontier import report
 from toy import make, stories
 
 STORIES = ROOT / "toy" / "stories"
@@ -336,3 +337,48 @@ def test_frontier_chooses_setting_and_step_by_the_mean_judge_within_the_limit():
     assert [words for _, words, _ in far] == ["c", "b", "a"]
     assert far[0] == (pytest.approx(0.9), "c", 60)
     assert {words for _, words, _ in frontier.ranked(table, [3], 20)} == {"a", "b", "d"}
+
+
+def test_frontier_compares_arms_at_their_choices_and_a_broken_run_as_the_untrained_policy(
+    tmp_path, monkeypatch, capsys
+):
+    """In made-up rows, judge and KL grow over the steps. KL passes 20 nats at step 60."""
+    monkeypatch.setattr(frontier, "FOLDER", tmp_path)
+    monkeypatch.setattr(compare, "LAB", tmp_path)
+    slopes = {"plain": 2, "sync only": 3, "both": 3, "online": 4}
+    rows = []
+
+    def add(objective, arm, words, draws, slope):
+        for line in frontier.lines(objective, arm, words, draws):
+            panel, arm, draw, command = line.split(" | ", 3)
+            row = {"panel": panel, "arm": arm, "instance": int(draw), "command": command}
+            for at in board.STEPS:
+                row |= {f"judge@{at}": 0.3 + slope * at / 1000 + int(draw) / 1000, f"kl@{at}": at / 3.0}
+                row |= {f"finished@{at}": 1.0, f"trigrams@{at}": 0.5}
+            rows.append(row)
+
+    for objective, arm in frontier.ARMS:
+        for words in frontier.settings(objective, arm):
+            add(objective, arm, words, board.TUNING, slopes.get(arm, 1) + ("1e-3" in words) / 10)
+        best = [words for words in frontier.settings(objective, arm) if "1e-3" in words]
+        for words in best:
+            add(objective, arm, words, board.REPORTED, slopes.get(arm, 1))
+    for (objective, arm), words in frontier.PAPER.items():
+        add(objective, arm, words, board.REPORTED, 1)
+    add("all", "before training", frontier.UNTRAINED, board.REPORTED, 0)
+    for row in rows:
+        if row["panel"] == "KTO" and row["arm"] == "plain" and row["instance"] == 31:
+            row |= {f"{metric}@{at}": math.nan for metric in board.METRICS for at in board.STEPS}
+    pd.DataFrame(rows).to_csv(tmp_path / "frontier.csv", index=False)
+
+    report.main()
+    found = report.tests()
+    assert found["A", "DPO"][0].mean == pytest.approx(0.060) and found["B", "DPO"][0].mean == pytest.approx(
+        0.120
+    )
+    assert found["B", "KTO"][0].mean == pytest.approx(0.120 + 0.240 / 12)
+    assert found["C", "GRPO"][0].mean == pytest.approx(0) and found["D", "GRPO"][0].mean == pytest.approx(
+        0.120
+    )
+    printed = capsys.readouterr().out
+    assert "paper, humanline" in printed and (tmp_path / "frontier.png").exists()

@@ -81,6 +81,7 @@ ARMS = {  # {(objective, arm): (words before the flags, the three settings besid
         ["--epsilon 0.5 --beta 0.01", "--epsilon 1e9 --beta 0.01", "--epsilon 1e9 --beta 0"],
     ),
 }
+OBJECTIVES = ("DPO", "KTO", "GRPO")
 PAPER = {  # the paper's own settings, which are not tuned
     ("DPO", "paper, plain"): f"{DPO} --no-humanline --beta 0.1 --lr 1e-4",
     ("DPO", "paper, humanline"): f"{DPO} --k 1 --beta 0.1 --lr 1e-4",
@@ -89,10 +90,13 @@ PAPER = {  # the paper's own settings, which are not tuned
     ("GRPO", "paper, plain"): f"{GRPO} --no-humanline --epsilon 0.5 --beta 0.01 --lr 1e-4",
     ("GRPO", "paper, humanline"): f"{GRPO} --k 1 --epsilon 0.15 --beta 0.01 --lr 1e-4",
 }
+UNTRAINED = f"{DPO} --no-humanline --lr 1e-30"
 
 
 def settings(objective: str, arm: str) -> list[str]:
-    """Returns the words of the nine settings of an arm."""
+    """Returns the words of the nine settings of an arm, or of the one setting of the paper."""
+    if (objective, arm) in PAPER:
+        return [PAPER[objective, arm]]
     first, others = ARMS[objective, arm]
     return [f"{first} {other} --lr {rate}" for other, rate in product(others, RATES)]
 
@@ -121,18 +125,18 @@ def ranked(rows: pd.DataFrame, draws, limit: float) -> list[tuple[float, str, in
     return sorted(found.values(), reverse=True)
 
 
-def rows_of(objective: str, arm: str) -> pd.DataFrame:
-    """Returns the rows of an arm on the draws for tuning, with the column `words`."""
+def rows_of(objective: str, arm: str, draws) -> pd.DataFrame:
+    """Returns the rows of an arm on some draws, with the words of their settings in the column `words`."""
     rows = pd.read_csv(FOLDER / "frontier.csv").query("panel == @objective and arm == @arm")
     words_of = {}
     for words in settings(objective, arm):
-        words_of |= {line.split(" | ", 3)[3]: words for line in lines(objective, arm, words, board.TUNING)}
+        words_of |= {line.split(" | ", 3)[3]: words for line in lines(objective, arm, words, draws)}
     return rows[rows.command.isin(words_of)].assign(words=rows.command.map(words_of))
 
 
 def chosen_settings(objective: str, arm: str, draws, count: int) -> list[str]:
     """Returns the words of the `count` best settings on some draws within each limit, without repetitions."""
-    rows = rows_of(objective, arm)
+    rows = rows_of(objective, arm, draws)
     return sorted({words for limit in board.LIMITS for _, words, _ in ranked(rows, draws, limit)[:count]})
 
 
@@ -152,6 +156,7 @@ def main(part: tyro.conf.Positional[Literal["first", "second", "report"]]):
     if part == "report":
         for (objective, arm), words in PAPER.items():
             text += lines(objective, arm, words, board.REPORTED)
+        text += lines("all", "before training", UNTRAINED, board.REPORTED)
     (FOLDER / f"{part}.txt").write_text("\n".join(text) + "\n")
     print(f"{FOLDER / part}.txt: {len(text) - 1} runs")
 

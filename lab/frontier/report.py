@@ -1,0 +1,118 @@
+"""Computes the table, the tests and the picture of the study from its rows.
+
+    python -m lab.frontier.report  # prints table and tests, and draws lab/frontier/frontier.png
+
+An arm is read at the setting and the step that its tuning has chosen. The choice has a limit of the mean KL:
+`near` is 20 nats, and `far` is no limit. The paper's own settings are read at their last step.
+"""
+
+from functools import cache
+
+import pandas as pd
+
+from lab import board, compare
+from lab.compare import plt
+from lab.frontier import make
+from lab.steps import METRICS, STEPS
+
+DISTANCES = dict(zip(("near", "far"), board.LIMITS))
+FIXED = ("plain", "sync only", "both")  # the arms on fixed data that test D compares with online
+TESTS = {  # {letter: (first arm, second arm, distance)}
+    "A": ("sync only", "plain", "near"),
+    "B": ("sync only", "plain", "far"),
+    "C": ("both", "sync only", "far"),
+    "D": ("online", "fixed", "far"),
+}
+
+
+@cache
+def choice(objective: str, arm: str, distance: str) -> tuple[float, str, int]:
+    """Returns (mean judge of the tuning draws, setting, step) of an arm's best setting and step."""
+    if (objective, arm) in make.PAPER:
+        return float("nan"), make.PAPER[objective, arm], STEPS[-1]
+    tuned = make.rows_of(objective, arm, board.TUNING)
+    return make.ranked(tuned, board.TUNING, DISTANCES[distance])[0]
+
+
+def fixed(objective: str) -> str:
+    """Returns the arm on fixed data that scored best in tuning, at any distance."""
+    return max(FIXED, key=lambda arm: choice(objective, arm, "far"))
+
+
+@cache
+def values(objective: str, arm: str, distance: str) -> pd.DataFrame:
+    """Returns the metrics of an arm by draw, at its choice. A run that broke has the untrained policy's.
+
+    The table is empty if the paper's own setting ends beyond the distance.
+    """
+    arm = fixed(objective) if arm == "fixed" else arm
+    _, words, step = choice(objective, arm, distance)
+    rows = make.rows_of(objective, arm, board.REPORTED).query("words == @words").set_index("instance")
+    table = rows[[f"{metric}@{step}" for metric in METRICS]].set_axis(METRICS, axis=1).fillna(untrained())
+    beyond = (objective, arm) in make.PAPER and table.kl.mean() > DISTANCES[distance]
+    return table[:0] if beyond else table
+
+
+def untrained() -> pd.DataFrame:
+    """Returns the metrics of the untrained policy by draw."""
+    rows = pd.read_csv(make.FOLDER / "frontier.csv").query("arm == 'before training'").set_index("instance")
+    return rows[[f"{metric}@{STEPS[0]}" for metric in METRICS]].set_axis(METRICS, axis=1)
+
+
+def tests() -> dict[tuple[str, str], tuple[compare.Difference, float, float]]:
+    """Returns {(letter, objective): (difference, Holm's p, Holm's p of being on a par)}."""
+    found = {}
+    for letter, (first, second, distance) in TESTS.items():
+        leads = {
+            objective: values(objective, first, distance).judge - values(objective, second, distance).judge
+            for objective in make.OBJECTIVES
+        }
+        differences = [compare.paired(lead) for lead in leads.values()]
+        p_values = compare.holm([one.p for one in differences])
+        p_equivalent = compare.holm([one.p_equivalent for one in differences])
+        for objective, *line in zip(leads, differences, p_values, p_equivalent):
+            found[letter, objective] = tuple(line)
+    return found
+
+
+def draw():
+    """Draws judge against KL over the steps, means over draws, of each arm at its choice without a limit."""
+    figure, axes = plt.subplots(1, 3, figsize=(10, 3.8), layout="constrained", sharey=True)
+    before = untrained().judge.mean()
+    for ax, objective in zip(axes, make.OBJECTIVES):
+        for color, arm in zip(compare.COLORS, ("plain", "sync only", "both", "online")):
+            _, words, _ = choice(objective, arm, "far")
+            rows = make.rows_of(objective, arm, board.REPORTED).query("words == @words")
+            means = rows.mean(numeric_only=True)
+            kl, judge = ([means[f"{metric}@{step}"] for step in STEPS] for metric in ("kl", "judge"))
+            ax.plot([0, *kl], [before, *judge], "o-", color=color, markersize=3, label=arm)
+        ax.plot(0, before, "s", color="0.5")
+        ax.axvline(board.LIMITS[0], color="black", linestyle=":", linewidth=1)
+        ax.set(title=objective, xlabel="KL from the initial policy, nats")
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel("hidden judge's score")
+    axes[-1].legend(fontsize=8)
+    return figure
+
+
+def main():
+    lines = [["", *(f"{objective}, {distance}" for objective in make.OBJECTIVES for distance in DISTANCES)]]
+    arms = dict.fromkeys(arm for _, arm in (*make.PAPER, *make.ARMS))
+    for arm in arms:
+        cells = [arm]
+        for objective in make.OBJECTIVES:
+            known = (objective, arm) in make.ARMS | make.PAPER
+            tables = [values(objective, arm, distance) if known else [] for distance in DISTANCES]
+            cells += [
+                f"{board.cell(each.judge)}, {each.kl.mean():.0f} nats" if len(each) else "–"
+                for each in tables
+            ]
+        lines.append(cells)
+    board.show(lines)
+    for (letter, objective), (found, p, p_equivalent) in tests().items():
+        print(f"{letter} {objective}: {found}; Holm's p {p:.2g}, on a par {p_equivalent:.2g}")
+    compare.save(draw(), make.FOLDER / "frontier.png")
+
+
+if __name__ == "__main__":
+    main()
