@@ -340,7 +340,7 @@ def first_runs() -> dict:
 
 @reads("own")
 def own_pairs() -> dict:
-    """The share of held-out answers with the behaviour and others: of tuning by setting, of the report by arm."""
+    """The share of answers with the behaviour, and others: of tuning by setting, of the report by arm."""
     rows = pd.read_csv(path_of("own"))
     tuning = rows.panel == "brief"
     passes, rate = rows.instance[tuning].str.extract(r"(\d) passes (\S+)").T.to_numpy()

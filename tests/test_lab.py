@@ -345,6 +345,8 @@ def test_frontier_compares_arms_at_their_choices_and_a_broken_run_as_the_untrain
     """In made-up rows, judge and KL grow over the steps. KL passes 20 nats at step 60."""
     monkeypatch.setattr(frontier, "FOLDER", tmp_path)
     monkeypatch.setattr(compare, "LAB", tmp_path)
+    monkeypatch.setattr(board, "FOLDER", tmp_path)
+    (tmp_path / "board.csv").write_text(",".join(board.COLUMNS) + "\n")
     slopes = {"plain": 2, "sync only": 3, "both": 3, "online": 4}
     rows = []
 
@@ -366,9 +368,10 @@ def test_frontier_compares_arms_at_their_choices_and_a_broken_run_as_the_untrain
     for (objective, arm), words in frontier.PAPER.items():
         add(objective, arm, words, board.REPORTED, 1)
     add("all", "before training", frontier.UNTRAINED, board.REPORTED, 0)
-    for row in rows:
-        if row["panel"] == "KTO" and row["arm"] == "plain" and row["instance"] == 31:
-            row |= {f"{metric}@{at}": math.nan for metric in board.METRICS for at in board.STEPS}
+    rows = list({row["command"]: row for row in rows}.values())  # as lab.run makes a command once
+    broken = [row for row in rows if (row["panel"], row["arm"], row["instance"]) == ("KTO", "plain", 31)]
+    for row in broken:
+        row |= {f"{metric}@{at}": math.nan for metric in board.METRICS for at in board.STEPS}
     pd.DataFrame(rows).to_csv(tmp_path / "frontier.csv", index=False)
 
     report.main()
@@ -382,3 +385,12 @@ def test_frontier_compares_arms_at_their_choices_and_a_broken_run_as_the_untrain
     )
     printed = capsys.readouterr().out
     assert "paper, humanline" in printed and (tmp_path / "frontier.png").exists()
+    reported = board.read("board")
+    twice = sum(
+        words in frontier.settings(objective, "plain" if "plain" in arm else "both")
+        for (objective, arm), words in frontier.PAPER.items()
+    )
+    assert len(broken) == 3 and len(reported) == len(rows) - 3 + 12 * twice
+    assert "DPO, sync only" in board.methods(reported, online=False) and "DPO, sync only" in board.table(
+        reported
+    )

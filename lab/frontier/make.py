@@ -126,8 +126,11 @@ def ranked(rows: pd.DataFrame, draws, limit: float) -> list[tuple[float, str, in
 
 
 def rows_of(objective: str, arm: str, draws) -> pd.DataFrame:
-    """Returns the rows of an arm on some draws, with the words of their settings in the column `words`."""
-    rows = pd.read_csv(FOLDER / "frontier.csv").query("panel == @objective and arm == @arm")
+    """Returns the rows of an arm on some draws, with the words of their settings in the column `words`.
+
+    They are found by their commands, because a run of two arms has one row, under the other arm's name.
+    """
+    rows = pd.read_csv(FOLDER / "frontier.csv").drop_duplicates("command", keep="last")
     words_of = {}
     for words in settings(objective, arm):
         words_of |= {line.split(" | ", 3)[3]: words for line in lines(objective, arm, words, draws)}

@@ -1,6 +1,6 @@
 """Computes the table, the tests and the picture of the study from its rows.
 
-    python -m lab.frontier.report  # prints table and tests, and draws lab/frontier/frontier.png
+    python -m lab.frontier.report  # prints table and tests, draws frontier.png, and adds rows to the board
 
 An arm is read at the setting and the step that its tuning has chosen. The choice has a limit of the mean KL:
 `near` is 20 nats, and `far` is no limit. The paper's own settings are read at their last step.
@@ -95,6 +95,25 @@ def draw():
     return figure
 
 
+def board_rows() -> pd.DataFrame:
+    """Returns the rows of the study as rows of lab/board/board.csv."""
+    names = {("all", "before training"): [make.UNTRAINED]}
+    names |= {arm: make.settings(*arm) for arm in (*make.ARMS, *make.PAPER)}
+    rows = pd.read_csv(make.FOLDER / "frontier.csv", dtype={"commit": str})
+    rows = rows[rows[f"judge@{STEPS[-1]}"].notna()]  # a run that broke has no row there
+    rows = rows.drop_duplicates("command", keep="last").set_index("command")
+    found = []
+    for (objective, arm), settings in names.items():
+        tuning = () if (objective, arm) in make.PAPER else board.TUNING  # the paper's were not tuned
+        for words in settings:
+            for draw in (*tuning, *board.REPORTED):
+                name = board.BEFORE if objective == "all" else f"{objective}, {arm}"
+                line = board.plan(f"{words} {make.NORM}".split(), draw, name)
+                if line["command"] in rows.index:
+                    found.append(rows.loc[line["command"]].to_dict() | line)
+    return pd.DataFrame(found).reindex(columns=board.COLUMNS)
+
+
 def main():
     lines = [["", *(f"{objective}, {distance}" for objective in make.OBJECTIVES for distance in DISTANCES)]]
     arms = dict.fromkeys(arm for _, arm in (*make.PAPER, *make.ARMS))
@@ -112,6 +131,11 @@ def main():
     for (letter, objective), (found, p, p_equivalent) in tests().items():
         print(f"{letter} {objective}: {found}; Holm's p {p:.2g}, on a par {p_equivalent:.2g}")
     compare.save(draw(), make.FOLDER / "frontier.png")
+    file = board.FOLDER / "board.csv"
+    ours = board_rows()
+    others = pd.read_csv(file, dtype={"commit": str, "file": str})
+    others = others[~others.command.isin(ours.command)]
+    pd.concat([others, ours] if len(others) else [ours]).to_csv(file, index=False)
 
 
 if __name__ == "__main__":
