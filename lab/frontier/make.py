@@ -113,7 +113,7 @@ def ranked(rows: pd.DataFrame, draws, limit: float) -> list[tuple[float, str, in
     rows: those of one arm, with the words of each row's setting in the column `words`
     limit: largest mean KL over the draws, in nats. Other steps do not count.
 
-    A setting that lacks a draw is left out, and so is a step at which a run has no scores, because it broke.
+    The list has no setting that lacks a draw. Steps at which a broken run has no scores do not count.
     """
     found = {}
     for words, group in rows[rows.instance.isin(draws)].groupby("words"):
