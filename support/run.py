@@ -239,8 +239,18 @@ class Signals:
         self.received = 0  # the number of the signal that this rank has received
         self.deadline = math.inf  # from this time on, in seconds, a signal ends the process at once
         self.handle(self.record)
-        # A reward function may start processes, which a signal must end as usual.
-        os.register_at_fork(after_in_child=lambda: self.handle(signal.SIG_DFL))
+        # A reward function may start processes, which a signal must end as usual. A signal that comes before
+        # a new process has its own handlers waits for them.
+        os.register_at_fork(
+            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS),
+            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS),
+            after_in_child=self.release,
+        )
+
+    def release(self):
+        """Lets signals end this process, which a reward function has forked."""
+        self.handle(signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def handle(self, handler):
         for number in SIGNALS:

@@ -137,7 +137,9 @@ def test_a_function_that_fails_ends_all_ranks(tmp_path, ranks):
 
 
 JUDGES = """
-import concurrent.futures, multiprocessing, time
+import concurrent.futures, multiprocessing, os, time
+
+os.register_at_fork(after_in_child=lambda: time.sleep(0.2))  # so that a signal finds the run's handlers
 
 def one(text):
     return 0.1 * len(text)
