@@ -8,7 +8,6 @@ On stories the file has the following means over two samples of each test prompt
 judge     the hidden judge's score (toy/README.md); on stories VADER's sentiment, a mean over sentences
 finished  share of samples that end with an EOS token
 trigrams  number of different word trigrams, divided by the number of all word trigrams
-fluency   log-prob of a token under the initial policy, in nats
 kl        KL(policy, initial policy) of a completion in nats, from samples with temperature 1
 
 All values but kl are of samples with temperature 0.7 and top-p 0.95, as in the scripts' evaluations.
@@ -45,12 +44,10 @@ def score_story(model, initial, tokenizer, prompts: list[str]) -> dict[str, floa
     torch.manual_seed(0)
     completions = stories.sample_ids(model, tokenizer, prompts, temperature=0.7, top_p=0.95)
     rows = stories.as_rows(tokenizer, prompts, completions)
-    logps, mask = logps_of(initial, tokenizer, prompts, completions)
     found = {
         "judge": fmean(stories.judge_story(*row) for row in rows),
         "finished": fmean(finished for *_, finished in rows),
         "trigrams": stories.distinct_trigrams([text for _, text, _ in rows]),
-        "fluency": ((logps * mask).sum() / mask.sum()).item(),
     }
     completions = stories.sample_ids(model, tokenizer, prompts)
     own, mask = logps_of(model, tokenizer, prompts, completions)

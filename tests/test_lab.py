@@ -192,7 +192,7 @@ def plain_logps(folder, ids: list[int], first: int) -> list[float]:
 
 
 def test_the_score_of_a_story_is_what_plain_transformers_finds_in_the_samples(monkeypatch):
-    """Judge, finished and fluency come from the first samples, KL from the second, by the sampled ids."""
+    """Judge and finished come from the first samples, KL from the second, by the sampled ids."""
     initial = AutoModelForCausalLM.from_pretrained(STORIES / "policy").eval()
     tokenizer = AutoTokenizer.from_pretrained(STORIES / "policy")
     model, _ = stories.load_base()
@@ -217,9 +217,6 @@ def test_the_score_of_a_story_is_what_plain_transformers_finds_in_the_samples(mo
         pairs = [(tokenizer(prompt).input_ids, ids) for prompt, ids in zip(prompts, completions)]
         return sum(sum(plain_logps(folder, prompt + ids, len(prompt))) for prompt, ids in pairs)
 
-    assert found["fluency"] == pytest.approx(
-        total(STORIES / "policy", first) / sum(map(len, first)), abs=1e-4
-    )
     kl = total(stories.BASE, second) - total(STORIES / "policy", second)
     assert found["kl"] == pytest.approx(kl / 8, abs=1e-3)
 
