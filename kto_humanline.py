@@ -54,7 +54,7 @@ class Args:
 
     # --no-humanline: no clipping, and syncs only when an online round starts
     humanline: bool = True
-    # Optimizer steps between syncs of the reference (paper: 1; docs/first_run.md advises 16); 0: syncs
+    # Optimizer steps between syncs of the reference (paper: 1; docs/first_run.md advises up to 16); 0: syncs
     # only when an online round starts.
     k: int = 1
     log_epsilon_P: float = -1.5  # log ε_P, minimum of a token's log π_θ/π_ref, in nats (Table 1); -inf: none

@@ -408,25 +408,6 @@ def shares_beyond_the_bounds() -> dict:
     return {f"assumptions: {row.run}: k = {row.k}": row.beyond for row in rows.itertuples()}
 
 
-@reads("stories", "tasks", "instances", "chat", "sums", "controls", "dpo")
-def tuned_rates() -> dict:
-    """Humanline's tuned learning rates, divided by those of offline training."""
-    pairs = [("stories", group, HUMANLINE, "offline") for group in ("GRPO", "KTO", "DPO")]
-    pairs += [
-        (study, group, HUMANLINE, "offline") for study in ("tasks", "instances") for group in ("GRPO", "KTO")
-    ]
-    pairs += [("chat", "chat polite", "humanline, k=16", "offline"), ("sums", "sums", "humanline", "ε 0.2")]
-    pairs += [
-        ("controls", "game", "humanline, k=16", "ε 0.2"),
-        ("dpo", "DPO", f"{HUMANLINE}, k=16", "offline"),
-    ]
-    ratios = []
-    for study, group, first, second in pairs:
-        rates = scores(study, group, "lr").mean()
-        ratios.append(rates[first] / rates[second])
-    return {"tuned rates: least": min(ratios), "tuned rates: greatest": max(ratios)}
-
-
 @reads("baselines", "stories", "tasks", "controls", "sums")
 def largest_share_of_the_clip() -> dict:
     """The largest share of clipped tokens in lines of differences.csv where humanline is ahead."""
