@@ -32,14 +32,6 @@ ARMS = {  # {(objective, arm): (words before the flags, the three settings besid
         ["--k 16 --beta 0.1", "--k 16 --beta 0.03", "--k 1 --beta 0.1"],
     ),
     ("DPO", "both"): (DPO, ["--k 16 --beta 0.1", "--k 16 --beta 0.03", "--k 1 --beta 0.1"]),
-    ("DPO", "moving average"): (
-        "paper/variants.py",
-        [
-            "ema-0.1 dpo_humanline --k 1 --beta 0.1",
-            "ema-0.03 dpo_humanline --k 1 --beta 0.1",
-            "ema-0.1 dpo_humanline --k 1 --beta 0.03",
-        ],
-    ),
     ("DPO", "online"): (
         f"{DPO} --online --no-humanline",
         ["--beta 0.1", "--beta 0.03", "--beta 0.01"],
@@ -63,10 +55,6 @@ ARMS = {  # {(objective, arm): (words before the flags, the three settings besid
     ("GRPO", "plain"): (
         f"{GRPO} --no-humanline",
         ["--epsilon 0.5 --beta 0.01", "--epsilon 1e9 --beta 0.01", "--epsilon 1e9 --beta 0"],
-    ),
-    ("GRPO", "clip only"): (
-        f"{GRPO} --k 0 --epsilon 0.15",
-        ["--beta 0.01", "--beta 0.001", "--beta 0"],
     ),
     ("GRPO", "sync only"): (
         "paper/variants.py no-clipping grpo_humanline --epsilon 0.15",
@@ -151,7 +139,7 @@ def main(part: tyro.conf.Positional[Literal["first", "second", "report"]]):
         if part == "first":
             chosen, draws = settings(objective, arm), [first]
         elif part == "second":
-            chosen, draws = chosen_settings(objective, arm, [first], 3), others
+            chosen, draws = chosen_settings(objective, arm, [first], 2), others
         else:
             chosen, draws = chosen_settings(objective, arm, board.TUNING, 1), board.REPORTED
         for words in chosen:
