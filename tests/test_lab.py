@@ -16,7 +16,7 @@ from helpers import ROOT, parse_command, read_rows, run_ranks
 from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lab import board, compare, run, score, step
+from lab import board, compare, numbers, run, score, step
 from lab.frontier import make as frontier
 from lab.frontier import report
 from toy import make, stories
@@ -336,10 +336,24 @@ def test_frontier_chooses_setting_and_step_by_the_mean_judge_within_the_limit():
     assert {words for _, words, _ in frontier.ranked(table, [3], 20)} == {"a", "b", "d"}
 
 
+@pytest.fixture
+def clear_report():
+    """Lets lab.frontier.report read its rows anew, before a test and after it."""
+    caches = (report.choice, report.values, report.tests)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
 def test_frontier_compares_arms_at_their_choices_and_a_broken_run_as_the_untrained_policy(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, capsys, clear_report
 ):
-    """In made-up rows, judge and KL grow over the steps. KL passes 20 nats at step 60."""
+    """In made-up rows, judge and KL grow over the steps. KL passes 20 nats at step 60.
+
+    A draw changes the judge by an amount whose mean over the twelve draws is 0.
+    """
     monkeypatch.setattr(frontier, "FOLDER", tmp_path)
     monkeypatch.setattr(compare, "LAB", tmp_path)
     monkeypatch.setattr(board, "FOLDER", tmp_path)
@@ -351,8 +365,9 @@ def test_frontier_compares_arms_at_their_choices_and_a_broken_run_as_the_untrain
         for line in frontier.lines(objective, arm, words, draws):
             panel, arm, draw, command = line.split(" | ", 3)
             row = {"panel": panel, "arm": arm, "instance": int(draw), "command": command}
+            change = slope * ((int(draw) // 2 if arm == "both" else int(draw)) % 2 - 0.5) / 100
             for at in board.STEPS:
-                row |= {f"judge@{at}": 0.3 + slope * at / 1000 + int(draw) / 1000, f"kl@{at}": at / 3.0}
+                row |= {f"judge@{at}": 0.3 + slope * at / 1000 + change, f"kl@{at}": at / 3.0}
                 row |= {f"finished@{at}": 1.0, f"trigrams@{at}": 0.5}
             rows.append(row)
 
@@ -376,12 +391,18 @@ def test_frontier_compares_arms_at_their_choices_and_a_broken_run_as_the_untrain
     assert found["A", "DPO"][0].mean == pytest.approx(0.060) and found["B", "DPO"][0].mean == pytest.approx(
         0.120
     )
-    assert found["B", "KTO"][0].mean == pytest.approx(0.120 + 0.240 / 12)
+    assert found["B", "KTO"][0].mean == pytest.approx(0.120 + 0.250 / 12)
     assert found["C", "GRPO"][0].mean == pytest.approx(0) and found["D", "GRPO"][0].mean == pytest.approx(
         0.120
     )
     printed = capsys.readouterr().out
-    assert "paper, humanline" in printed and (tmp_path / "frontier.png").exists()
+    assert "| paper, humanline |" in printed and (tmp_path / "frontier.png").exists()
+    made_up = {name: numbers.Number(*value[:4]) for name, value in report.numbers().items()}
+    monkeypatch.setattr(numbers, "look_up", made_up.__getitem__)
+    links = numbers.LINKED.findall(printed)
+    assert len(links) > 80 and numbers.wrong_numbers(printed) == []
+    assert '[**+0.060**](../numbers.csv "frontier/A/DPO")' in printed
+    assert numbers.wrong_numbers(printed.replace("**+0.060**", "**+0.061**", 1)) != []
     reported = board.read("board")
     twice = sum(
         words in frontier.settings(objective, "plain" if "plain" in arm else "both")

@@ -1,6 +1,8 @@
-"""Computes the table, the tests and the picture of the study from its rows.
+"""Computes the tables, the tests and the picture of the study from its rows.
 
-    python -m lab.frontier.report  # prints table and tests, draws frontier.png, and adds rows to the board
+    python -m lab.frontier.report  # prints tables and tests, draws frontier.png, and adds rows to the board
+
+The tables are in Markdown, with the names of their numbers (lab/numbers.py).
 
 An arm is read at the setting and the step that its tuning has chosen. The choice has a limit of the mean KL:
 `near` is 20 nats, and `far` is no limit. The paper's own settings are read at their last step.
@@ -59,6 +61,7 @@ def untrained() -> pd.DataFrame:
     return rows[[f"{metric}@{STEPS[0]}" for metric in METRICS]].set_axis(METRICS, axis=1)
 
 
+@cache
 def tests() -> dict[tuple[str, str], tuple[compare.Difference, float, float]]:
     """Returns {(letter, objective): (difference, Holm's p, Holm's p of being on a par)}."""
     found = {}
@@ -114,22 +117,79 @@ def board_rows() -> pd.DataFrame:
     return pd.DataFrame(found).reindex(columns=board.COLUMNS)
 
 
-def main():
-    lines = [["", *(f"{objective}, {distance}" for objective in make.OBJECTIVES for distance in DISTANCES)]]
-    arms = dict.fromkeys(arm for _, arm in (*make.PAPER, *make.ARMS))
+def numbers() -> dict[str, tuple]:
+    """Returns the numbers that pages link: means of an arm with their intervals, and the tests."""
+    found = {}
+    for objective, arm in (*make.ARMS, *make.PAPER):
+        for distance in DISTANCES:
+            for metric, column in values(objective, arm, distance).items():
+                half = compare.half_interval(column)
+                mean = (column.mean(), column.mean() - half, column.mean() + half)
+                found[f"frontier/{objective}/{arm}/{distance}/{metric}"] = mean
+    for (letter, objective), (difference, p, p_equivalent) in tests().items():
+        found[f"frontier/{letter}/{objective}"] = tuple(difference)
+        found |= {
+            f"frontier/{letter}/{objective}/p": (p,),
+            f"frontier/{letter}/{objective}/on a par": (p_equivalent,),
+        }
+    return found | {"frontier/before training": (untrained().judge.mean(),)}
+
+
+def link(shown: str, name: str) -> str:
+    return f'[{shown}](../numbers.csv "frontier/{name}")'
+
+
+def cell(objective: str, arm: str, distance: str) -> str:
+    """Returns score and KL of an arm. The score is bold if its difference to plain's excludes zero."""
+    table = values(objective, arm, distance)
+    if table.empty:
+        return "–"
+    lead = table.judge - values(objective, "plain", distance).judge
+    bold = "**" if abs(lead.mean()) > compare.half_interval(lead) else ""
+    name = f"{objective}/{arm}/{distance}"
+    judge = link(f"{bold}{table.judge.mean():.2f}{bold}", f"{name}/judge")
+    return f"{judge}, {link(f'{table.kl.mean():.0f}', f'{name}/kl')} nats"
+
+
+def table_of_arms() -> list[list[str]]:
+    """Returns the lines of the table: an arm's score and KL for each objective and distance."""
+    arms = list(dict.fromkeys(arm for _, arm in (*make.ARMS, *make.PAPER)))
+    columns = [(objective, distance) for objective in make.OBJECTIVES for distance in DISTANCES]
+    titles = dict(zip(DISTANCES, ("≤ 20 nats", "any distance")))
+    lines = [["", *(f"{objective}, {titles[distance]}" for objective, distance in columns)]]
+    lines.append(["---"] * len(lines[0]))
+    known = make.ARMS | make.PAPER
     for arm in arms:
-        cells = [arm]
+        cells = [cell(one, arm, at) if (one, arm) in known else "–" for one, at in columns]
+        if set(cells) != {"–"}:
+            lines.append([arm, *cells])
+    return lines
+
+
+def of_p(p: float) -> str:
+    return f"{p:.2f}" if p >= 0.01 else f"{p:.0e}".replace("e-0", "e-")
+
+
+def table_of_tests() -> list[list[str]]:
+    """Returns the lines of the table: a test's difference and Holm's p-values for each objective."""
+    lines = [["", *make.OBJECTIVES], ["---"] * (1 + len(make.OBJECTIVES))]
+    for letter, (first, second, distance) in TESTS.items():
+        cells = []
         for objective in make.OBJECTIVES:
-            known = (objective, arm) in make.ARMS | make.PAPER
-            tables = [values(objective, arm, distance) if known else [] for distance in DISTANCES]
-            cells += [
-                f"{board.cell(each.judge)}, {each.kl.mean():.0f} nats" if len(each) else "–"
-                for each in tables
-            ]
-        lines.append(cells)
-    board.show(lines)
-    for (letter, objective), (found, p, p_equivalent) in tests().items():
-        print(f"{letter} {objective}: {found}; Holm's p {p:.2g}, on a par {p_equivalent:.2g}")
+            found, p, p_equivalent = tests()[letter, objective]
+            name = f"{letter}/{objective}"
+            bold = "**" if found.low > 0 or found.high < 0 else ""
+            interval = f"[{found.low:.3f}, {found.high:.3f}]"
+            lead = f"{link(f'{bold}{found.mean:+.3f}{bold}', name)} {interval}".replace("-0.", "−0.")
+            on_a_par = link(of_p(p_equivalent), f"{name}/on a par")
+            cells.append(f"{lead}, p = {link(of_p(p), f'{name}/p')}, on a par: {on_a_par}")
+        lines.append([f"{letter}: {first} − {second}, {distance}", *cells])
+    return lines
+
+
+def main():
+    for lines in (table_of_arms(), table_of_tests()):
+        print("".join(f"| {' | '.join(cells)} |\n" for cells in lines))
     compare.save(draw(), make.FOLDER / "frontier.png")
     file = board.FOLDER / "board.csv"
     ours = board_rows()
