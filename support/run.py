@@ -91,6 +91,7 @@ def parse_args(Args, file: str, doc: str, toy: dict, toy_online: dict, paper: di
         default = Args(**paper.get((online, given.humanline), {}))
     else:
         default = Args(**toy | (toy_online if online else {}))
+        doc += "\nThe defaults below are those of the toy. With --model NAME, --help shows those of a model."
     args = tyro.cli(Args, args=flags, default=default, description=doc)
     changed = {name for name, value in vars(args).items() if value != getattr(default, name)}
     if given.resume and changed & FIXED_BY_RESUME:

@@ -3,8 +3,9 @@
     python -m tools.questions runs/mine  # a few minutes on a CPU with a model of 135M parameters
 
 The 40 questions of tools/questions.jsonl have one-word answers. A model's answer is greedy, has at most 30
-tokens, and is right if an accepted word stands in it. The run's folder gets questions.json, which
-tools.compare shows: {"before": [1, 0, …], "after": [1, 1, …]}, with 1 for each right answer.
+tokens, and is right if an accepted word stands in it, in lower case or capitals. The run's folder gets
+questions.json, which tools.compare shows: {"before": [1, 0, …], "after": [1, 1, …]}, with 1 for each right
+answer.
 """
 
 import importlib
