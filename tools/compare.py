@@ -1,7 +1,7 @@
 """Compares two runs: a table of differences, a verdict, their answers side by side, and a picture.
 
     pip install -r lab/requirements.txt
-    python -m tools.compare runs/control runs/mine
+    python -m tools.compare runs/mine runs/humanline
 
 Both runs need the same held-out prompts. The program prints the table, the verdict and a few answers. It
 writes compare.html, with all answers and the picture, into the second run's folder. The page loads nothing.
