@@ -44,8 +44,8 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 # What a run depends on: the scripts, the toys, the board's draws, and the programs of lab/ that runs call.
-CODE = ["*.py", "toy", "lab/board/*.gz", ":!tests", ":!docs", ":!tools", ":!contrib"]
-CODE += [f":!lab/{name}.py" for name in ("board", "claims", "compare", "run")]
+CODE = ["*.py", "toy", "lab/board/*.gz", ":!tests", ":!docs", ":!tools", ":!contrib", ":!*.md"]
+CODE += [":!lab/frontier", *(f":!lab/{name}.py" for name in ("board", "compare", "numbers", "run"))]
 
 
 def git(*words: str) -> str:

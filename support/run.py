@@ -3,6 +3,7 @@
 The algorithms are in the scripts. Nothing here is part of the method.
 """
 
+import _signal
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import signal
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -240,11 +242,12 @@ class Signals:
         self.received = 0  # the number of the signal that this rank has received
         self.deadline = math.inf  # from this time on, in seconds, a signal ends the process at once
         self.handle(self.record)
-        # A reward function may start processes, which a signal must end as usual. A signal that comes before
-        # a new process has its own handlers waits for them.
+        # A reward function may start processes, which a signal must end as usual. A signal to a new process
+        # waits until it does. The functions of `_signal` are in C: if a handler, such as that of a time limit,
+        # raised an exception in a function in Python, the signals of this process would stay blocked.
         os.register_at_fork(
-            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS),
-            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS),
+            before=partial(_signal.pthread_sigmask, signal.SIG_BLOCK, SIGNALS),
+            after_in_parent=partial(_signal.pthread_sigmask, signal.SIG_UNBLOCK, SIGNALS),
             after_in_child=self.release,
         )
 

@@ -365,6 +365,7 @@ def test_frontier_compares_arms_at_their_choices_and_a_broken_run_as_the_untrain
         for line in frontier.lines(objective, arm, words, draws):
             panel, arm, draw, command = line.split(" | ", 3)
             row = {"panel": panel, "arm": arm, "instance": int(draw), "command": command}
+            row |= {"commit": "HEAD", "failed": ""}
             change = slope * ((int(draw) // 2 if arm == "both" else int(draw)) % 2 - 0.5) / 100
             for at in board.STEPS:
                 row |= {f"judge@{at}": 0.3 + slope * at / 1000 + change, f"kl@{at}": at / 3.0}
@@ -383,9 +384,18 @@ def test_frontier_compares_arms_at_their_choices_and_a_broken_run_as_the_untrain
     rows = list({row["command"]: row for row in rows}.values())  # as lab.run makes a command once
     broken = [row for row in rows if (row["panel"], row["arm"], row["instance"]) == ("KTO", "plain", 31)]
     for row in broken:
+        row["failed"] = "error: broken"
         row |= {f"{metric}@{at}": math.nan for metric in board.METRICS for at in board.STEPS}
     pd.DataFrame(rows).to_csv(tmp_path / "frontier.csv", index=False)
 
+    with pytest.raises(SystemExit, match="error: 1 runs of the part 'first' have no row yet"):
+        pd.DataFrame(rows[1:]).to_csv(tmp_path / "frontier.csv", index=False)
+        frontier.main("second")
+    pd.DataFrame(rows).to_csv(tmp_path / "frontier.csv", index=False)
+    for part in ("first", "second", "report"):
+        frontier.main(part)
+        commands = [line["command"] for line in run.read_study(tmp_path / f"{part}.txt")[1]]
+        assert len(commands) == len(set(commands)) and set(commands) <= {row["command"] for row in rows}
     report.main()
     found = report.tests()
     assert found["A", "DPO"][0].mean == pytest.approx(0.060) and found["B", "DPO"][0].mean == pytest.approx(
@@ -396,6 +406,8 @@ def test_frontier_compares_arms_at_their_choices_and_a_broken_run_as_the_untrain
         0.120
     )
     printed = capsys.readouterr().out
+    assert "broken: KTO, plain, draw 31: error: broken" in printed
+    assert "| DPO, plain | `dpo_humanline.py --no-humanline --beta 0.1 --lr 1e-3`, step 60 |" in printed
     assert "| paper, humanline |" in printed and (tmp_path / "frontier.png").exists()
     made_up = {name: numbers.Number(*value[:4]) for name, value in report.numbers().items()}
     monkeypatch.setattr(numbers, "look_up", made_up.__getitem__)

@@ -76,7 +76,7 @@ PAPER = {  # the paper's own settings, which are not tuned
     ("KTO", "paper, plain"): f"{KTO} --no-humanline --beta 0.25 --lr 1e-4",
     ("KTO", "paper, humanline"): f"{KTO} --k 1 --beta 0.25 --lr 1e-4",
     ("GRPO", "paper, plain"): f"{GRPO} --no-humanline --epsilon 0.5 --beta 0.01 --lr 1e-4",
-    ("GRPO", "paper, humanline"): f"{GRPO} --k 1 --epsilon 0.15 --beta 0.01 --lr 1e-4",
+    ("GRPO", "paper, humanline"): f"{GRPO} --epsilon 0.15 --k 1 --beta 0.01 --lr 1e-4",
 }
 UNTRAINED = f"{DPO} --no-humanline --lr 1e-30"
 
@@ -101,7 +101,7 @@ def ranked(rows: pd.DataFrame, draws, limit: float) -> list[tuple[float, str, in
     rows: those of one arm, with the words of each row's setting in the column `words`
     limit: largest mean KL over the draws, in nats. Other steps do not count.
 
-    The list has no setting that lacks a draw. Steps at which a broken run has no scores do not count.
+    The list has no setting that lacks a draw or has a broken run.
     """
     found = {}
     for words, group in rows[rows.instance.isin(draws)].groupby("words"):
@@ -131,10 +131,10 @@ def chosen_settings(objective: str, arm: str, draws, count: int) -> list[str]:
     return sorted({words for limit in board.LIMITS for _, words, _ in ranked(rows, draws, limit)[:count]})
 
 
-def main(part: tyro.conf.Positional[Literal["first", "second", "report"]]):
-    """Writes the file of one part."""
+def lines_of(part: str) -> list[str]:
+    """Returns the lines of lab.run for the runs of a part, each command once."""
     first, *others = board.TUNING
-    text = [f"# Written by python -m lab.frontier.make {part}"]
+    found = []
     for objective, arm in ARMS:
         if part == "first":
             chosen, draws = settings(objective, arm), [first]
@@ -143,13 +143,31 @@ def main(part: tyro.conf.Positional[Literal["first", "second", "report"]]):
         else:
             chosen, draws = chosen_settings(objective, arm, board.TUNING, 1), board.REPORTED
         for words in chosen:
-            text += lines(objective, arm, words, draws)
+            found += lines(objective, arm, words, draws)
     if part == "report":
         for (objective, arm), words in PAPER.items():
-            text += lines(objective, arm, words, board.REPORTED)
-        text += lines("all", "before training", UNTRAINED, board.REPORTED)
-    (FOLDER / f"{part}.txt").write_text("\n".join(text) + "\n")
-    print(f"{FOLDER / part}.txt: {len(text) - 1} runs")
+            found += lines(objective, arm, words, board.REPORTED)
+        found += lines("all", "before training", UNTRAINED, board.REPORTED)
+    return list({line.split(" | ", 3)[3]: line for line in reversed(found)}.values())[::-1]
+
+
+def check_complete(part: str):
+    """Ends the program if runs of a part have no row, because a choice or a test needs all of them."""
+    made = set(pd.read_csv(FOLDER / "frontier.csv").command)
+    left = [line for line in lines_of(part) if line.split(" | ", 3)[3] not in made]
+    if left:
+        raise SystemExit(f"error: {len(left)} runs of the part {part!r} have no row yet")
+
+
+def main(part: tyro.conf.Positional[Literal["first", "second", "report"]]):
+    """Writes the file of one part."""
+    if part != "first":
+        check_complete({"second": "first", "report": "second"}[part])
+    text = lines_of(part)
+    (FOLDER / f"{part}.txt").write_text(
+        "\n".join([f"# Written by python -m lab.frontier.make {part}", *text, ""])
+    )
+    print(f"{FOLDER / part}.txt: {len(text)} runs")
 
 
 if __name__ == "__main__":

@@ -8,16 +8,19 @@ An arm is read at the setting and the step that its tuning has chosen. The choic
 `near` is 20 nats, and `far` is no limit. The paper's own settings are read at their last step.
 """
 
+import hashlib
+import subprocess
 from functools import cache
 
 import pandas as pd
 
-from lab import board, compare
+from lab import board, compare, run
 from lab.compare import plt
 from lab.frontier import make
 from lab.steps import METRICS, STEPS
 
 DISTANCES = dict(zip(("near", "far"), board.LIMITS))
+TITLES = {"near": "≤ 20 nats", "far": "any distance"}
 FIXED = ("plain", "sync only", "both")  # the arms on fixed data that test D compares with online
 TESTS = {  # {letter: (first arm, second arm, distance)}
     "A": ("sync only", "plain", "near"),
@@ -41,23 +44,28 @@ def fixed(objective: str) -> str:
     return max(FIXED, key=lambda arm: choice(objective, arm, "far"))
 
 
+def metrics_at(objective: str, arm: str, words: str, step: int) -> pd.DataFrame:
+    """Returns the metrics of a setting by draw, after a step. A run that broke has the untrained policy's."""
+    rows = make.rows_of(objective, arm, board.REPORTED).query("words == @words").set_index("instance")
+    return rows[[f"{metric}@{step}" for metric in METRICS]].set_axis(METRICS, axis=1).fillna(untrained())
+
+
 @cache
 def values(objective: str, arm: str, distance: str) -> pd.DataFrame:
-    """Returns the metrics of an arm by draw, at its choice. A run that broke has the untrained policy's.
+    """Returns the metrics of an arm by draw, at its choice.
 
     The table is empty if the paper's own setting ends beyond the distance.
     """
     arm = fixed(objective) if arm == "fixed" else arm
-    _, words, step = choice(objective, arm, distance)
-    rows = make.rows_of(objective, arm, board.REPORTED).query("words == @words").set_index("instance")
-    table = rows[[f"{metric}@{step}" for metric in METRICS]].set_axis(METRICS, axis=1).fillna(untrained())
+    table = metrics_at(objective, arm, *choice(objective, arm, distance)[1:])
     beyond = (objective, arm) in make.PAPER and table.kl.mean() > DISTANCES[distance]
     return table[:0] if beyond else table
 
 
 def untrained() -> pd.DataFrame:
     """Returns the metrics of the untrained policy by draw."""
-    rows = pd.read_csv(make.FOLDER / "frontier.csv").query("arm == 'before training'").set_index("instance")
+    rows = pd.read_csv(make.FOLDER / "frontier.csv").query("arm == 'before training'")
+    rows = rows.drop_duplicates("command", keep="last").set_index("instance")
     return rows[[f"{metric}@{STEPS[0]}" for metric in METRICS]].set_axis(METRICS, axis=1)
 
 
@@ -85,9 +93,8 @@ def draw():
     for ax, objective in zip(axes, make.OBJECTIVES):
         for color, arm in zip(compare.COLORS, ("plain", "sync only", "both", "online")):
             _, words, _ = choice(objective, arm, "far")
-            rows = make.rows_of(objective, arm, board.REPORTED).query("words == @words")
-            means = rows.mean(numeric_only=True)
-            kl, judge = ([means[f"{metric}@{step}"] for step in STEPS] for metric in ("kl", "judge"))
+            means = [metrics_at(objective, arm, words, step).mean() for step in STEPS]
+            kl, judge = ([one[metric] for one in means] for metric in ("kl", "judge"))
             ax.plot([0, *kl], [before, *judge], "o-", color=color, markersize=3, label=arm)
         ax.plot(0, before, "s", color="0.5")
         ax.axvline(board.LIMITS[0], color="black", linestyle=":", linewidth=1)
@@ -96,6 +103,14 @@ def draw():
     axes[0].set_ylabel("hidden judge's score")
     axes[-1].legend(fontsize=8)
     return figure
+
+
+@cache
+def version_of(script: str, commit: str) -> str:
+    """Returns the board's column `file`: the version of a script at the commit of a row."""
+    show = ["git", "show", f"{commit}:{script}"]
+    text = subprocess.run(show, cwd=run.ROOT, capture_output=True, check=True).stdout
+    return hashlib.sha256(text).hexdigest()[:12]
 
 
 def board_rows() -> pd.DataFrame:
@@ -113,7 +128,8 @@ def board_rows() -> pd.DataFrame:
                 name = board.BEFORE if objective == "all" else f"{objective}, {arm}"
                 line = board.plan(f"{words} {make.NORM}".split(), draw, name)
                 if line["command"] in rows.index:
-                    found.append(rows.loc[line["command"]].to_dict() | line)
+                    row = rows.loc[line["command"]].to_dict()
+                    found.append(row | line | {"file": version_of(words.split()[0], row["commit"])})
     return pd.DataFrame(found).reindex(columns=board.COLUMNS)
 
 
@@ -155,8 +171,7 @@ def table_of_arms() -> list[list[str]]:
     """Returns the lines of the table: an arm's score and KL for each objective and distance."""
     arms = list(dict.fromkeys(arm for _, arm in (*make.ARMS, *make.PAPER)))
     columns = [(objective, distance) for objective in make.OBJECTIVES for distance in DISTANCES]
-    titles = dict(zip(DISTANCES, ("≤ 20 nats", "any distance")))
-    lines = [["", *(f"{objective}, {titles[distance]}" for objective, distance in columns)]]
+    lines = [["", *(f"{objective}, {TITLES[distance]}" for objective, distance in columns)]]
     lines.append(["---"] * len(lines[0]))
     known = make.ARMS | make.PAPER
     for arm in arms:
@@ -182,13 +197,27 @@ def table_of_tests() -> list[list[str]]:
             interval = f"[{found.low:.3f}, {found.high:.3f}]"
             lead = f"{link(f'{bold}{found.mean:+.3f}{bold}', name)} {interval}".replace("-0.", "−0.")
             on_a_par = link(of_p(p_equivalent), f"{name}/on a par")
-            cells.append(f"{lead}, p = {link(of_p(p), f'{name}/p')}, on a par: {on_a_par}")
-        lines.append([f"{letter}: {first} − {second}, {distance}", *cells])
+            best = f"{fixed(objective)}: " if second == "fixed" else ""
+            cells.append(f"{best}{lead}, p = {link(of_p(p), f'{name}/p')}, on a par: {on_a_par}")
+        lines.append([f"{letter}: {first} − {second}, {TITLES[distance]}", *cells])
+    return lines
+
+
+def table_of_choices() -> list[list[str]]:
+    """Returns the lines of the table: the setting and the step of each arm's choices."""
+    lines = [["", *TITLES.values()], ["---"] * 3]
+    for objective, arm in make.ARMS:
+        chosen = [choice(objective, arm, distance)[1:] for distance in DISTANCES]
+        lines.append([f"{objective}, {arm}", *(f"`{words}`, step {step}" for words, step in chosen)])
     return lines
 
 
 def main():
-    for lines in (table_of_arms(), table_of_tests()):
+    make.check_complete("report")
+    rows = pd.read_csv(make.FOLDER / "frontier.csv")
+    for row in rows[rows[f"judge@{STEPS[-1]}"].isna()].itertuples():
+        print(f"broken: {row.panel}, {row.arm}, draw {row.instance}: {row.failed}")
+    for lines in (table_of_arms(), table_of_tests(), table_of_choices()):
         print("".join(f"| {' | '.join(cells)} |\n" for cells in lines))
     compare.save(draw(), make.FOLDER / "frontier.png")
     file = board.FOLDER / "board.csv"
