@@ -242,8 +242,8 @@ class Signals:
         self.received = 0  # the number of the signal that this rank has received
         self.deadline = math.inf  # from this time on, in seconds, a signal ends the process at once
         self.handle(self.record)
-        # A reward function may start processes, which a signal must end as usual. A signal to a new process
-        # waits until it does. `_signal` is in C, because another handler, such as that of a time limit, may
+        # A reward function may start processes, which a signal must end as usual. A signal that reaches a
+        # process before `release` waits. `_signal` is in C, because another handler, such as that of a time limit, may
         # raise an exception in a Python function, and then these signals would stay blocked.
         os.register_at_fork(
             before=partial(_signal.pthread_sigmask, signal.SIG_BLOCK, SIGNALS),
