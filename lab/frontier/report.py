@@ -152,6 +152,7 @@ def numbers() -> dict[str, tuple]:
 
 
 def link(shown: str, name: str) -> str:
+    """Returns the link of a number; `python -m lab.numbers` adds its line."""
     return f'[{shown}](../numbers.csv "frontier/{name}")'
 
 
@@ -182,6 +183,7 @@ def table_of_arms() -> list[list[str]]:
 
 
 def of_p(p: float) -> str:
+    """Returns a p-value with two decimals or, below 0.01, as a power of ten."""
     return f"{p:.2f}" if p >= 0.01 else f"{p:.0e}".replace("e-0", "e-")
 
 
