@@ -243,8 +243,8 @@ class Signals:
         self.deadline = math.inf  # from this time on, in seconds, a signal ends the process at once
         self.handle(self.record)
         # A reward function may start processes, which a signal must end as usual. A signal that reaches a
-        # process before `release` waits. The functions of `_signal` are written in C. In one in Python, another
-        # handler, such as a time limit's, may raise an exception, and the signals would stay blocked.
+        # process before `release` waits. The functions of `_signal` are written in C. In one in Python,
+        # another handler, such as a time limit's, may raise an exception, and the signals would stay blocked.
         os.register_at_fork(
             before=partial(_signal.pthread_sigmask, signal.SIG_BLOCK, SIGNALS),
             after_in_parent=partial(_signal.pthread_sigmask, signal.SIG_UNBLOCK, SIGNALS),
