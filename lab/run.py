@@ -64,7 +64,8 @@ def commit(edited: bool = False) -> str:
         raise SystemExit(
             "error: commit the changes of the code first; a row names the commit that repeats it"
         )
-    return git("log", "-1", "--format=%h", "--", *CODE) + "+" * bool(changes)
+    # Twelve digits, because the length of git's own abbreviation depends on the clone.
+    return git("log", "-1", "--format=%H", "--", *CODE)[:12] + "+" * bool(changes)
 
 
 def processor() -> str:
@@ -167,8 +168,8 @@ def main(file: tyro.conf.Positional[Path], jobs: int = 0, score: bool = False):
     preparing, runs = read_study(file)
     out = file.parent / f"{file.resolve().parent.name}.csv"
     rows = pd.read_csv(out, dtype={"commit": str}).to_dict("records") if out.exists() else []
-    made = {(row["command"], row["commit"]) for row in rows}
-    left = {run["command"]: run for run in runs if (run["command"], at) not in made}  # each command once
+    made = {row["command"] for row in rows if at.startswith(row["commit"])}
+    left = {run["command"]: run for run in runs if run["command"] not in made}  # each command once
     with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
         for done in pool.map(shell, preparing if left else []):
             check(done)
