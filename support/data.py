@@ -57,7 +57,11 @@ def read_rows(name: str, split: str):
         import datasets  # not at the top of the file, because the import takes a second
 
         path, _, config = name.partition(":")
-        yield from datasets.load_dataset(path, config or None, split=split)
+        try:
+            rows = datasets.load_dataset(path, config or None, split=split)
+        except ValueError as error:  # which lists the splits or the configurations that exist
+            raise InputError(f"{name}, split {split!r}: {str(error).splitlines()[0]}") from None
+        yield from rows
 
 
 @run.file_errors()
@@ -73,7 +77,8 @@ def load_groups(args, tokenizer, eos_ids: set[int], name: str, split: str, encod
     skipped = {}  # {reason: row numbers}
     rank, world = dist.get_rank(), dist.get_world_size()
     rows = enumerate(read_rows(name, split), 1)
-    rows = tqdm(rows, f"reading {name}", leave=False, unit=" rows", delay=2, disable=not run.is_main())
+    # One iterator for all chunks, because the bar closes when an iterator of its own ends.
+    rows = iter(tqdm(rows, f"reading {name}", leave=False, unit=" rows", delay=2, disable=not run.is_main()))
     while True:
         chunk = list(islice(rows, CHUNK * world))  # every rank reads all rows, and encodes its share of them
         results = []
@@ -114,6 +119,8 @@ def split_conversations(row):
     {"chosen": [Q, A], "rejected": [Q, B]}, where Q stands for one or more messages, A and B for the answers,
     becomes {"prompt": [Q], "chosen": [A], "rejected": [B]}.
     """
+    if not isinstance(row, dict):
+        raise InputError("a line must be one JSON object, {…}")
     chosen = row.get("chosen")
     if not isinstance(chosen, list) or len(chosen) < 2:
         return row
@@ -141,12 +148,12 @@ def read_columns(row, *columns: str) -> list:
 
 
 def check_groups(name: str, groups: list[tuple], size: int, needed: int):
-    """Raises InputError unless all rows of a data set have `size` Examples, and are enough for a step."""
-    sizes = {len(group) for group in groups}
+    """Raises InputError unless all rows of a data set have `size` completions, and are enough for a step."""
+    sizes = {sum(bool(example.completion_ids) for example in group) for group in groups}
     if sizes != {size} or len(groups) < needed:
         raise InputError(
-            f"--dataset {name}: {len(groups)} rows with {sizes} completions (or a prompt alone), but a step "
-            f"needs {needed} rows with {size}; docs/data.md shows the columns of each script"
+            f"--dataset {name}: {len(groups)} rows with {sizes} completions, but a step needs {needed} rows "
+            f"with {size}; docs/data.md shows the columns of each script"
         )
 
 

@@ -14,6 +14,7 @@ import sys
 import time
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +71,8 @@ def file_errors():
 FIXED_BY_RESUME = {"batch_size", "group_size", "prompts_per_step", "round_prompts", "seed", "output_dir"}
 FIXED_BY_RESUME |= {"weight_decay", "adam_eps"}
 # The least value of flags of which 0 would be an error after minutes of loading, or a run that learns nothing
-LEAST = dict.fromkeys(("batch_size", "prompts_per_step", "round_prompts"), 1) | {"group_size": 2}
+LEAST = dict.fromkeys(("batch_size", "prompts_per_step", "round_prompts", "generation_batch_size"), 1)
+LEAST |= {"sample_every": 1, "eval_samples_per_problem": 1, "group_size": 2, "samples_per_prompt": 2}
 LEAST |= dict.fromkeys(("max_grad_norm", "temperature"), 1e-9)
 
 
@@ -149,6 +151,12 @@ def check_flags(args):
     batch_size = getattr(args, "batch_size", 0) or args.prompts_per_step * group_size
     if batch_size % world or batch_size % group_size:
         raise InputError(f"the batch of {batch_size} must be a multiple of --group-size and of {world} ranks")
+    if args.shard_size and world % args.shard_size:
+        raise InputError(f"--shard-size {args.shard_size}: {world} ranks are no multiple of it")
+    if args.track and not find_spec("wandb"):
+        raise InputError("--track needs the package wandb, which is not installed")
+    if args.engine == "vllm" and not find_spec("vllm"):
+        raise InputError("--engine vllm needs the package vllm, which is not installed")
     if not args.resume and args.output_dir and Path(args.output_dir, "args.json").exists():
         raise InputError(f"--output-dir {args.output_dir} holds a run: pass another, or --resume this one")
 

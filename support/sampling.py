@@ -414,7 +414,10 @@ def reward_input(tokenizer, is_chat: bool, sample: Example) -> str:
     messages = as_messages(sample.prompt)
     if tokenizer.chat_template:
         messages.append({"role": "assistant", "content": sample.text})
-        return render(tokenizer, messages, continue_final_message=not sample.finished)
+        try:
+            return render(tokenizer, messages, continue_final_message=not sample.finished)
+        except ValueError:  # the template has changed the text, as Qwen3's does with a thought
+            return render(tokenizer, messages)
     text = "\n".join(message["content"] for message in messages)
     text += ("\n" if is_chat else "") + sample.text
     if sample.finished:

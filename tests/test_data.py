@@ -30,6 +30,7 @@ from helpers import (
     write_rows,
 )
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tqdm import tqdm
 from transformers import (
     LlamaTokenizer,
     MistralConfig,
@@ -251,6 +252,10 @@ def test_a_configuration_of_a_data_set_follows_a_colon(tmp_path):
         card += f"- config_name: {name}\n  data_files: {name}.jsonl\n"
     (tmp_path / "README.md").write_text(card + "---\n")
     assert list(data.read_rows(f"{tmp_path}:socratic", "train")) == [{"problem": "socratic"}]
+    with pytest.raises(InputError, match="split 'train_prefs': Unknown split"):
+        list(data.read_rows(f"{tmp_path}:socratic", "train_prefs"))
+    with pytest.raises(InputError, match="Config name is missing"):
+        list(data.read_rows(str(tmp_path), "train"))
 
 
 def test_a_problem_keeps_its_question_and_its_answer(load):
@@ -372,6 +377,7 @@ def test_a_malformed_row_ends_the_run_with_file_and_row(load, script, row, said)
         ("absent.jsonl", None, "No such file"),
         ("absent.parquet", None, "No such file"),
         ("empty.jsonl", b"", "0 of 0 rows"),
+        ("array.jsonl", b'[{"prompt": "Hi"}]', "row 1: a line must be one JSON object"),
         ("prompts.txt", b"Hi\n", ""),
     ],
 )
@@ -394,9 +400,25 @@ def test_rows_that_do_not_fit_the_flags_say_both(tmp_path, one_rank):
     for script, flags in ((dpo_humanline, {}), (grpo_humanline, {"group_size": 4})):
         args = script.Args(dataset=name, batch_size=16, **flags)
         with pytest.raises(
-            InputError, match=f"--dataset {name}: 2 rows with .2. completions .*, but a step needs"
+            InputError, match=f"--dataset {name}: 2 rows with .2. completions, but a step needs"
         ):
             script.load_data(args, LETTERS, {EOS})
+
+
+def test_a_row_without_a_completion_does_not_train(tmp_path, one_rank):
+    """KTO's labelled rows are single, too, so such a row ended the run in the step that drew it."""
+    name = write_rows(tmp_path / "rows.jsonl", [LABELLED, {"prompt": "Hi", "response": "a", "label": True}])
+    with pytest.raises(InputError, match="2 rows with {0, 1} completions, but a step needs 2 rows with 1;"):
+        kto_humanline.load_data(kto_humanline.Args(dataset=name, batch_size=2), LETTERS, {EOS})
+
+
+def test_the_bar_counts_the_rows_of_all_chunks(load, monkeypatch):
+    """It ended with the first one, so that a large data set was read in silence."""
+    bars = []
+    monkeypatch.setattr(data, "CHUNK", 1)
+    monkeypatch.setattr(data, "tqdm", lambda *args, **options: bars.append(tqdm(*args, **options)) or bars[0])
+    load([PAIR] * 3)
+    assert bars[0].n == 3
 
 
 # === Ranks ===

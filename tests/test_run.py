@@ -70,6 +70,11 @@ def check(script, *flags):
         (dpo_humanline, ["--k", "-1"], "--k -1: it must be at least 0"),
         (grpo_math_humanline, ["--temperature", "0"], "--temperature 0.0: it must be at least 1e-09"),
         (dpo_humanline, ["--max-grad-norm", "0"], "--max-grad-norm 0.0: it must be at least 1e-09"),
+        (grpo_math_humanline, ["--sample-every", "0"], "--sample-every 0: it must be at least 1"),
+        (dpo_humanline, ["--samples-per-prompt", "1"], "--samples-per-prompt 1: it must be at least 2"),
+        (dpo_humanline, ["--shard-size", "2"], "--shard-size 2: 1 ranks are no multiple of it"),
+        (dpo_humanline, ["--track"], "--track needs the package wandb, which is not installed"),
+        (dpo_humanline, ["--engine", "vllm"], "--engine vllm needs the package vllm, which is not"),
         (kto_humanline, ["--log-epsilon-P", "0.5"], "--log-epsilon-P must be negative and"),
         (dpo_humanline, ["--log-epsilon-R", "nan"], "--log-epsilon-P must be negative and"),
         (dpo_humanline, ["--model", "gpt2"], "--model gpt2 needs a --dataset"),
@@ -84,7 +89,10 @@ def check(script, *flags):
         (dpo_humanline, ["--resume", "USED", "--seed", "7"], "--resume cannot change seed"),
     ],
 )
-def test_a_common_mistake_in_the_flags_is_one_line_before_anything_is_loaded(script, flags, said, tmp_path):
+def test_a_common_mistake_in_the_flags_is_one_line_before_anything_is_loaded(
+    script, flags, said, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(run, "find_spec", lambda package: None)
     args = parse_args(dpo_humanline, ["--k", "3"])
     run.save_args(args, tmp_path, dpo_humanline.__file__)
     flags = [flag.replace("USED", str(tmp_path)) for flag in flags]

@@ -1,5 +1,6 @@
 """Sampling and scoring: engines, samples, the KL from the initial policy, and the one door of rewards."""
 
+import copy
 import importlib
 import json
 import math
@@ -302,6 +303,14 @@ def test_a_reward_model_reads_the_rendered_conversation_and_its_last_token(one_r
     for model.config.pad_token_id in (None, pad_id):  # a model without a pad token reads one by one
         scores = sampling.model_rewards(model, tokenizer, CPU, False, samples)
         assert scores.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_reward_model_may_drop_the_thought_of_an_unfinished_sample(reward_model):
+    """transformers finds no end of such a message, and the run ended."""
+    tokenizer = copy.deepcopy(reward_model[1])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}.{% endfor %}"
+    sample = Example("for king", [], text="a lily</think>rose", finished=False)
+    assert sampling.reward_input(tokenizer, True, sample) == "for king.rose."
 
 
 SCORED = [Example("for king", [], text="rose " * number, finished=True) for number in range(1, 6)]

@@ -10,6 +10,8 @@ writes compare.html, with all answers and the picture, into the second run's fol
     right answers         from `python -m tools.questions runs/mine`, if both runs have it
     eval/finished, …      share of these texts that end with an EOS token; tokens
 
+Of a run on mathematics these are of the first sample of each problem, and not of all samples.
+
 The errors of these differences are paired by prompt or question. The other values are means of summary.json,
 whose difference has the error of independent means, which is too large because both runs have the same rows.
 """

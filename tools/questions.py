@@ -60,13 +60,15 @@ def main(folder: tyro.conf.Positional[Path]):
     script = importlib.import_module(name.rpartition("-")[2])  # behind the name of a variant
     args = run.load_args(script.Args, str(folder), f"{name}.py")
     args.dtype = args.dtype.replace("auto", "float32")
+    args.max_prompt_length = args.max_length - 1  # the run's own limit may be too small for a question
     tokenizer, eos_ids = data.load_tokenizer(args)
     questions = [json.loads(line) for line in QUESTIONS.read_text().splitlines()]
     prompts = [data.encode(args, tokenizer, eos_ids, row["prompt"])[0].prompt_ids for row in questions]
     texts = {}
     right = {}
     for when, path in (("before", args.model), ("after", folder / "final")):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=run.storage_dtype(args)).eval()
+        options = {"dtype": run.storage_dtype(args), "trust_remote_code": args.trust_remote_code}
+        model = AutoModelForCausalLM.from_pretrained(path, **options).eval()
         answers = generate(model, eos_ids, prompts, 32, do_sample=False, max_new_tokens=30)
         texts[when] = tokenizer.batch_decode(answers, skip_special_tokens=True)
         right[when] = [int(is_right(row["answers"], text)) for row, text in zip(questions, texts[when])]
