@@ -107,7 +107,8 @@ def paired(leads: pd.Series, margin: float = MARGIN) -> Difference:
     above = stats.ttest_1samp(leads, -margin, alternative="greater").pvalue
     below = stats.ttest_1samp(leads, margin, alternative="less").pvalue
     ranks = stats.wilcoxon(leads).pvalue
-    return Difference(leads.mean(), *found.confidence_interval(), found.pvalue, ranks, max(above, below))
+    p = found.pvalue if leads.any() else 1.0  # scipy has NaN if all differences are 0
+    return Difference(leads.mean(), *found.confidence_interval(), p, ranks, max(above, below))
 
 
 def welch(first: pd.Series, second: pd.Series, margin: float = MARGIN) -> Difference:

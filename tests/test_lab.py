@@ -35,6 +35,13 @@ def test_a_paired_difference_is_students_by_hand():
     assert found.p_equivalent == pytest.approx(stats.t.cdf((0.25 - 0.1) / error, 4))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_equal_arms_do_not_differ():
+    """Their p was NaN, which Holm's correction then gave to others."""
+    found = compare.paired(pd.Series([0.0] * 5))
+    assert (found.low, found.high, found.p, found.p_equivalent) == (0, 0, 1, 0)
+
+
 def test_welchs_difference_by_hand():
     first, second = pd.Series([1.0, 2.0, 4.0]), pd.Series([0.5, 0.7, 0.6, 0.9])
     found = compare.welch(first, second, margin=0.5)
