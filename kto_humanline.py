@@ -380,6 +380,8 @@ def load_data(args, tokenizer, eos_ids) -> tuple[list, list, int]:
         raise utils.InputError(f"--batch-size {args.batch_size} must be a multiple of {group_size}")
     if not args.online:
         data.check_groups(args.dataset, groups, group_size, groups_per_step)
+        if any(group[0].desirable is None for group in groups):
+            raise utils.InputError(f"--dataset {args.dataset}: a row has neither a completion nor a pair")
     return groups, held_out, groups_per_step
 
 

@@ -72,8 +72,7 @@ def score_samples(folder: Path, model: str) -> dict[str, float]:
     judge = judge_of(model)
     found = fmean(judge(line["prompt"], line["sample"]) for line in last)
     if "shell_game" not in model:  # the judge of the shell game gives 0 to an unfinished sample
-        summary = json.loads((folder / "summary.json").read_text())["after"]
-        found -= 1 - summary["eval/finished"][0]
+        found -= 1 - fmean(line["finished"] for line in last)
     return {"judge": found}
 
 

@@ -298,6 +298,8 @@ def sync_after_update(script):
     """
     if getattr(LAST.args, "online", True):  # grpo_math, which has no such flag, always samples
         raise utils.InputError("trust-region is for offline data: an online round must sync when it starts")
+    if not LAST.args.k:
+        raise utils.InputError("trust-region needs a --k above 0, otherwise the reference never moves")
     load_models, draw_batch, sync_reference = script.load_models, script.draw_batch, script.sync_reference
     k = LAST.args.k
     models = []
@@ -326,6 +328,8 @@ def moving_average(script, weight: float):
     """
     if getattr(LAST.args, "online", True):  # grpo_math, which has no such flag, always samples
         raise utils.InputError("ema is for offline data: an online round must sync when it starts")
+    if not (LAST.args.humanline and LAST.args.k):
+        raise utils.InputError("ema needs humanline and a --k above 0, otherwise the reference never moves")
 
     @torch.no_grad()
     def average(reference, policy):

@@ -95,9 +95,14 @@ def load_checkpoint(folder: Path, policy, reference, optimizer) -> Progress:
 
     Returns:
         The progress of the run. Without a checkpoint, it is that of step 0.
+
+    Raises:
+        InputError: a finished run has no checkpoint any more. It would begin anew, and erase its files.
     """
     progress = Progress()
     checkpoints = run.broadcast(find_checkpoints(folder))
+    if not checkpoints and (folder / "summary.json").exists():
+        raise InputError(f"--resume {folder}: the run has ended, and its checkpoints are not there any more")
     if checkpoints:
         # Both loads read in place. Weights must all be there. Moments may be missing, because a weight that
         # never had a gradient (a vision tower's) has none.

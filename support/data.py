@@ -148,12 +148,12 @@ def read_columns(row, *columns: str) -> list:
 
 
 def check_groups(name: str, groups: list[tuple], size: int, needed: int):
-    """Raises InputError unless all rows of a data set have `size` completions, and are enough for a step."""
-    sizes = {sum(bool(example.completion_ids) for example in group) for group in groups}
+    """Raises InputError unless all rows of a data set have `size` Examples, and are enough for a step."""
+    sizes = {len(group) for group in groups}
     if sizes != {size} or len(groups) < needed:
         raise InputError(
-            f"--dataset {name}: {len(groups)} rows with {sizes} completions, but a step needs {needed} rows "
-            f"with {size}; docs/data.md shows the columns of each script"
+            f"--dataset {name}: {len(groups)} rows with {sizes} completions (or a prompt alone), but a step "
+            f"needs {needed} rows with {size}; docs/data.md shows the columns of each script"
         )
 
 

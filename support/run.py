@@ -153,6 +153,8 @@ def check_flags(args):
         raise InputError(f"the batch of {batch_size} must be a multiple of --group-size and of {world} ranks")
     if args.shard_size and world % args.shard_size:
         raise InputError(f"--shard-size {args.shard_size}: {world} ranks are no multiple of it")
+    if args.eval_every and not args.eval_dataset:
+        raise InputError("--eval-every needs an --eval-dataset")
     if args.track and not find_spec("wandb"):
         raise InputError("--track needs the package wandb, which is not installed")
     if args.engine == "vllm" and not find_spec("vllm"):
@@ -449,6 +451,8 @@ def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple], group
     method = "no humanline"
     if args.humanline:
         method = f"humanline: k {args.k}, {syncs} syncs change the reference"
+        if getattr(args, "online", args.k == 0):  # grpo_math samples, but syncs so only with k = 0
+            method += ", besides one at the start of each round"
     print_main(
         f"model: {args.model}, {policy.num_parameters():,} parameters, {args.dtype}\n"
         f"{method}\n"
@@ -495,6 +499,7 @@ class Log:
                 options |= {"config": vars(args), "sync_tensorboard": True}
                 write_file(id_file, wandb.init(project="humanline", name=folder.name, **options).id)
             self.writer = SummaryWriter(folder, purge_step=start)
+            (folder / "summary.json").unlink(missing_ok=True)  # of a finished run that is resumed
             for name in ("metrics.jsonl", "samples.jsonl"):
                 keep_steps_before(start, folder / name)
         if start == 0:

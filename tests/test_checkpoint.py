@@ -32,7 +32,7 @@ import grpo_humanline
 import grpo_math_humanline
 import utils
 from support import checkpoint, grading
-from utils import Example
+from utils import Example, InputError
 
 STEPS = 14
 RUN = f"--num-steps {STEPS} --k 3 --batch-size 8 --checkpoint-every 5 --eval-samples 2 --max-new-tokens 12"
@@ -517,6 +517,14 @@ def test_the_pool_of_a_checkpoint_is_exact(save, tmp_path):
     for step, pool in enumerate(([], [tuple(few)], [tuple(odd), (odd[1],)]), 1):
         save(step, pool)
         assert repr(read_checkpoint(tmp_path, step)["progress"][0]["pool"]) == repr(pool)  # nan is not nan
+
+
+def test_a_finished_run_without_checkpoints_is_not_begun_anew(one_rank, tmp_path):
+    """Its curves were gone, and it trained from step 0."""
+    assert checkpoint.load_checkpoint(tmp_path, None, None, None).step == 0  # a run that was killed early
+    (tmp_path / "summary.json").touch()
+    with pytest.raises(InputError, match="the run has ended, and its checkpoints are not there any more"):
+        checkpoint.load_checkpoint(tmp_path, None, None, None)
 
 
 def test_the_newest_checkpoints_stay(save, tmp_path):

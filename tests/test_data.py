@@ -400,7 +400,7 @@ def test_rows_that_do_not_fit_the_flags_say_both(tmp_path, one_rank):
     for script, flags in ((dpo_humanline, {}), (grpo_humanline, {"group_size": 4})):
         args = script.Args(dataset=name, batch_size=16, **flags)
         with pytest.raises(
-            InputError, match=f"--dataset {name}: 2 rows with .2. completions, but a step needs"
+            InputError, match=f"--dataset {name}: 2 rows with .2. completions .*, but a step needs"
         ):
             script.load_data(args, LETTERS, {EOS})
 
@@ -408,7 +408,7 @@ def test_rows_that_do_not_fit_the_flags_say_both(tmp_path, one_rank):
 def test_a_row_without_a_completion_does_not_train(tmp_path, one_rank):
     """KTO's labelled rows are single, too, so such a row ended the run in the step that drew it."""
     name = write_rows(tmp_path / "rows.jsonl", [LABELLED, {"prompt": "Hi", "response": "a", "label": True}])
-    with pytest.raises(InputError, match="2 rows with {0, 1} completions, but a step needs 2 rows with 1;"):
+    with pytest.raises(InputError, match=f"--dataset {name}: a row has neither a completion nor a pair"):
         kto_humanline.load_data(kto_humanline.Args(dataset=name, batch_size=2), LETTERS, {EOS})
 
 

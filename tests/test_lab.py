@@ -166,12 +166,11 @@ def test_the_row_of_a_run_is_read_from_its_files(tmp_path):
 def test_the_score_of_samples_is_the_judges_mean_and_an_unfinished_bouquet_costs_1(tmp_path):
     """Tests `score_samples` with the samples of the last evaluation alone, without greedy answers."""
     flowers = ["rose lily tulip daisy iris aster poppy violet", "ivy ivy"]
-    samples = [{"step": 0, "prompt": "for queen", "sample": "ivy", "greedy": False}]
-    samples += [{"step": 4, "prompt": "for queen", "sample": "ivy", "greedy": True}]
-    samples += [{"step": 4, "prompt": "for queen", "sample": text, "greedy": False} for text in flowers]
+    last = {"step": 4, "prompt": "for queen", "greedy": False, "finished": True}
+    samples = [last | {"step": 0, "sample": "ivy"}, last | {"sample": "ivy", "greedy": True}]
+    samples += [last | {"sample": flowers[0]}, last | {"sample": flowers[1], "finished": False}]
     (tmp_path / "samples.jsonl").write_text("\n".join(map(json.dumps, samples)))
-    (tmp_path / "summary.json").write_text(json.dumps({"after": {"eval/finished": [0.75, 0.7, 0.8]}}))
-    wanted = fmean(make.judge_bouquet("for queen", text) for text in flowers) - 0.25
+    wanted = fmean(make.judge_bouquet("for queen", text) for text in flowers) - 0.5
     assert score.score_samples(tmp_path, "toy/bouquets/policy") == {"judge": pytest.approx(wanted)}
     game = {
         "step": 4,

@@ -466,8 +466,12 @@ def test_vcpo_multiplies_the_rate_by_the_root_of_the_share_of_effective_samples(
 
 
 def test_a_moving_average_takes_a_part_of_the_policys_weights_at_each_sync(one_rank, monkeypatch):
-    monkeypatch.setattr(LAST, "args", SimpleNamespace(online=False))
     copy = SimpleNamespace()
+    for humanline, k in ((False, 1), (True, 0)):
+        monkeypatch.setattr(LAST, "args", SimpleNamespace(online=False, humanline=humanline, k=k))
+        with pytest.raises(utils.InputError, match="ema needs humanline and a --k above 0"):
+            variants.OTHERS["ema-0.03"](copy)
+    monkeypatch.setattr(LAST, "args", SimpleNamespace(online=False, humanline=True, k=1))
     variants.OTHERS["ema-0.03"](copy)
     policy, reference, rounded = (fully_shard(torch.nn.Linear(3, 2).double()) for _ in range(3))
     expected = reference.weight.full_tensor().detach().numpy().copy()

@@ -46,7 +46,7 @@ import grpo_humanline
 import grpo_math_humanline
 import kto_humanline
 from support import run
-from utils import Evaluation, InputError
+from utils import Evaluation, Example, InputError
 
 SCRIPTS = {module.__name__: module for module in (dpo_humanline, kto_humanline, grpo_humanline)}
 SCRIPTS["grpo_math_humanline"] = grpo_math_humanline
@@ -73,6 +73,7 @@ def check(script, *flags):
         (grpo_math_humanline, ["--sample-every", "0"], "--sample-every 0: it must be at least 1"),
         (dpo_humanline, ["--samples-per-prompt", "1"], "--samples-per-prompt 1: it must be at least 2"),
         (dpo_humanline, ["--shard-size", "2"], "--shard-size 2: 1 ranks are no multiple of it"),
+        (dpo_humanline, ["--eval-every", "3", "--eval-dataset="], "--eval-every needs an --eval-dataset"),
         (dpo_humanline, ["--track"], "--track needs the package wandb, which is not installed"),
         (dpo_humanline, ["--engine", "vllm"], "--engine vllm needs the package vllm, which is not"),
         (kto_humanline, ["--log-epsilon-P", "0.5"], "--log-epsilon-P must be negative and"),
@@ -345,6 +346,26 @@ def test_a_run_begins_with_what_it_will_do(finished):
     assert "\nthe first prompt:\n<|user|> for " in said and re.search(r"completion:\n.* <\|end\|>\n", said)
 
 
+@pytest.mark.parametrize(
+    ("k", "online", "said"),
+    [
+        (2, False, "humanline: k 2, 1 syncs change the reference\n"),
+        (2, True, "humanline: k 2, 1 syncs change the reference, besides one at the start of each round\n"),
+        (0, None, "humanline: k 0, 0 syncs change the reference, besides one at the start of each round\n"),
+        (2, None, "humanline: k 2, 1 syncs change the reference\n"),
+    ],
+)
+def test_the_plan_counts_the_syncs_of_a_loop_and_names_those_of_rounds(k, online, said, capsys):
+    """online: None for grpo_math, which has no such flag, and whose rounds sync with k = 0 alone."""
+    args = SimpleNamespace(model="X", dtype="float32", humanline=True, k=k, num_steps=4)
+    if online is not None:
+        args.online = online
+    model = SimpleNamespace(num_parameters=lambda: 7)
+    tokenizer = SimpleNamespace(decode=str)
+    run.print_plan(args, "folder", model, tokenizer, [(Example("", [1]),)], 1)
+    assert said in capsys.readouterr().out
+
+
 def test_an_evaluation_is_compared_with_the_first_one_row_by_row(finished):
     folder, said = finished
     summary = json.loads((folder / "summary.json").read_text())
@@ -398,7 +419,9 @@ def test_the_bar_shows_what_the_script_names(metric_lines, shown, tmp_path):
 )
 def test_the_first_step_without_sampling_estimates_the_rest_of_the_run(online, words, tmp_path, capsys):
     args = SimpleNamespace(num_steps=9, track=False, eval_every=3, online=online)
+    (tmp_path / "summary.json").touch()  # tools.compare would read it before the resumed run has ended
     log = run.Log(args, "x.py", tmp_path, 1, Evaluation({}, []), 90.0, [])
+    assert not (tmp_path / "summary.json").exists()
     for step in (1, 2, 3):
         sampled = {"perf/rollout_time": 5.0} if online and step == 1 else {}
         log.write({"step": step, "perf/step_time": 18.0} | sampled)
@@ -412,6 +435,7 @@ def test_a_resumed_run_is_one_run_in_the_files_of_metrics_and_in_tensorboard(tmp
     for name in ("metrics.jsonl", "samples.jsonl"):
         with (folder / name).open("a") as file:
             file.write('{"step": 1, "sample": "def f(): return {}')  # a full disk leaves a part of a line
+    (folder / "summary.json").unlink()  # as in the folder of a killed run
     flags = ["--resume", str(folder), "--num-steps", "3", "--checkpoint-every", "3"]
     run_ranks(1, [flags])  # it has no checkpoint, so it begins anew
     run_ranks(1, [["--resume", str(folder), "--num-steps", "5"]])

@@ -119,6 +119,12 @@ def test_a_run_in_parts_and_its_launches_are_right_here(capsys):
 
 
 # === curves ===
+def test_curves_need_the_folders_of_runs(tmp_path):
+    for runs, said in (((), "pass the folder of a run"), ((str(tmp_path),), "has no metrics.jsonl")):
+        with pytest.raises(SystemExit, match=said):
+            curves.main(runs)
+
+
 def test_curves_have_what_runs_wrote_and_evaluations_at_both_ends(tmp_path, capsys):
     flags = ["--dataset", PAIRS, "--eval-dataset", PAIRS, "--num-steps", "4", "--eval-every", "2"]
     flags += ["--batch-size", "16", "--eval-samples", "0", "--checkpoint-every", "0", "--engine", "hf"]
@@ -218,6 +224,9 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path):
     by_model = fake_run(tmp_path / "model", [(0, "p0", "x", 0.0, True)], 1.0, by_model=True)
     with pytest.raises(utils.InputError, match="scored by a reward model"):
         compare.main(first, by_model)
+    more = fake_run(tmp_path / "more", [(0, "p0", "x", 0, True), *((3, p, "x", 0, True) for p in "ab")], 1.0)
+    with pytest.raises(utils.InputError, match="1 texts before training and 2 after it"):
+        compare.main(more, more)
     (first / "summary.json").unlink()
     with pytest.raises(utils.InputError, match="no summary.json"):
         compare.main(first, other)
@@ -238,7 +247,8 @@ def test_no_question_holds_its_answer():
 
 def test_right_answers_are_counted_before_and_after_a_run(tmp_path, capsys, monkeypatch):
     """The toy knows one word of an answer by chance; the final model is the initial one."""
-    flags = ["--dataset", PAIRS, "--eval-dataset", "", "--num-steps", "1", "--lr", "0"]
+    flags = ["--dataset", PAIRS, "--num-steps", "1", "--lr", "0", "--eval-samples", "2"]
+    flags += ["--max-prompt-length", "9", "--max-new-tokens", "64"]  # not the limits of the questions
     folder = run_here(dpo_humanline, *flags, "--output-dir", tmp_path / "run")
     rows = [{"prompt": f"for {name}", "answers": ["poppy", "holly"]} for name in ("boy", "queen", "clerk")]
     monkeypatch.setattr(questions, "QUESTIONS", Path(write_rows(tmp_path / "questions.jsonl", rows)))

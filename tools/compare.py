@@ -70,6 +70,8 @@ def read_run(folder: Path) -> Run:
     samples = texts[~texts.greedy]
     counted = samples if samples.reward.notna().any() else texts[texts.greedy]
     before, after = (counted[counted.step == step].reset_index(drop=True) for step in (0, counted.step.max()))
+    if len(before) != len(after):
+        raise InputError(f"{folder}: {len(before)} texts before training and {len(after)} after it")
     asked = folder / "questions.json"
     right = json.loads(asked.read_text()) if asked.exists() else {}
     return Run(folder, summary, before, after, right)

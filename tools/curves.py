@@ -42,6 +42,8 @@ PANELS = ("eval/reward", "loss", "humanline/log_ratio_abs_mean", "grad_norm")
 
 def curve(folder: Path, metric: str) -> pd.Series:
     """Returns the values of a run by the number of steps made, with evaluations before and after training."""
+    if not (folder / "metrics.jsonl").exists():
+        raise SystemExit(f"error: {folder} has no metrics.jsonl; pass the folder of a run")
     steps = pd.read_json(folder / "metrics.jsonl", lines=True, precise_float=True).set_index("step")
     values = steps[metric].dropna() if metric in steps else pd.Series(dtype=float)
     if (folder / "summary.json").exists():
@@ -118,6 +120,8 @@ def main(
     """
     if reference:
         return draw_reference()
+    if not runs:
+        raise SystemExit("error: pass the folder of a run")
     metrics = metric or ("eval/accuracy",)
     figure, panels = plt.subplots(1, len(metrics), figsize=(1.5 + 5.5 * len(metrics), 4), squeeze=False)
     for ax, name in zip(panels[0], metrics):

@@ -60,7 +60,8 @@ def main(folder: tyro.conf.Positional[Path]):
     script = importlib.import_module(name.rpartition("-")[2])  # behind the name of a variant
     args = run.load_args(script.Args, str(folder), f"{name}.py")
     args.dtype = args.dtype.replace("auto", "float32")
-    args.max_prompt_length = args.max_length - 1  # the run's own limit may be too small for a question
+    # The run's own limits of prompts and samples are not those of the questions.
+    args.max_prompt_length, args.max_new_tokens = args.max_length - 1, 1
     tokenizer, eos_ids = data.load_tokenizer(args)
     questions = [json.loads(line) for line in QUESTIONS.read_text().splitlines()]
     prompts = [data.encode(args, tokenizer, eos_ids, row["prompt"])[0].prompt_ids for row in questions]

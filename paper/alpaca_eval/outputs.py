@@ -9,6 +9,8 @@ from pathlib import Path
 
 
 def main(folder: Path):
+    if not (folder / "summary.json").exists():
+        raise SystemExit(f"error: {folder} has no summary.json; pass the folder of a run that has ended")
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     outputs = []
     for sample in samples:
