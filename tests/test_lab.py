@@ -414,7 +414,7 @@ def test_frontier_compares_arms_at_their_choices_and_a_broken_run_as_the_untrain
     printed = capsys.readouterr().out
     assert "broken: KTO, plain, draw 31: error: broken" in printed
     assert "| DPO, plain | `dpo_humanline.py --no-humanline --beta 0.1 --lr 1e-3`, step 60 |" in printed
-    assert "| paper, humanline |" in printed and (tmp_path / "frontier.png").exists()
+    assert "| KTO, paper, humanline |" in printed and (tmp_path / "frontier.png").exists()
     made_up = {name: numbers.Number(*value[:4]) for name, value in report.numbers().items()}
     monkeypatch.setattr(numbers, "look_up", made_up.__getitem__)
     links = numbers.LINKED.findall(printed)

@@ -156,29 +156,29 @@ def link(shown: str, name: str) -> str:
     return f'[{shown}](../numbers.csv "frontier/{name}")'
 
 
-def cell(objective: str, arm: str, distance: str) -> str:
-    """Returns score and KL of an arm. The score is bold if its difference to plain's excludes zero."""
+def cells(objective: str, arm: str, distance: str) -> list[str]:
+    """Returns the metrics of an arm. The score is bold if its difference to plain's excludes zero."""
     table = values(objective, arm, distance)
     if table.empty:
-        return "–"
+        return ["–"] * len(METRICS)
     lead = table.judge - values(objective, "plain", distance).judge
-    bold = "**" if abs(lead.mean()) > compare.half_interval(lead) else ""
-    name = f"{objective}/{arm}/{distance}"
-    judge = link(f"{bold}{table.judge.mean():.2f}{bold}", f"{name}/judge")
-    return f"{judge}, {link(f'{table.kl.mean():.0f}', f'{name}/kl')} nats"
+    found = []
+    for metric, mean in table.mean().items():
+        shown = f"{mean:.0f}" if metric == "kl" else f"{mean:.2f}"
+        if metric == "judge" and abs(lead.mean()) > compare.half_interval(lead):
+            shown = f"**{shown}**"
+        found.append(link(shown, f"{objective}/{arm}/{distance}/{metric}"))
+    return found
 
 
 def table_of_arms() -> list[list[str]]:
-    """Returns the lines of the table: an arm's score and KL for each objective and distance."""
-    arms = list(dict.fromkeys(arm for _, arm in (*make.ARMS, *make.PAPER)))
-    columns = [(objective, distance) for objective in make.OBJECTIVES for distance in DISTANCES]
-    lines = [["", *(f"{objective}, {TITLES[distance]}" for objective, distance in columns)]]
+    """Returns the lines of the table: an arm's metrics for each distance."""
+    lines = [["", *(f"{metric}, {title}" for title in TITLES.values() for metric in METRICS)]]
     lines.append(["---"] * len(lines[0]))
-    known = make.ARMS | make.PAPER
-    for arm in arms:
-        cells = [cell(one, arm, at) if (one, arm) in known else "–" for one, at in columns]
-        if set(cells) != {"–"}:
-            lines.append([arm, *cells])
+    arms = sorted((*make.ARMS, *make.PAPER), key=lambda one: make.OBJECTIVES.index(one[0]))
+    for objective, arm in arms:
+        both = [cell for distance in DISTANCES for cell in cells(objective, arm, distance)]
+        lines.append([f"{objective}, {arm}", *both])
     return lines
 
 
@@ -191,7 +191,7 @@ def table_of_tests() -> list[list[str]]:
     """Returns the lines of the table: a test's difference and Holm's p-values for each objective."""
     lines = [["", *make.OBJECTIVES], ["---"] * (1 + len(make.OBJECTIVES))]
     for letter, (first, second, distance) in TESTS.items():
-        cells = []
+        columns = []
         for objective in make.OBJECTIVES:
             found, p, p_equivalent = tests()[letter, objective]
             name = f"{letter}/{objective}"
@@ -200,8 +200,8 @@ def table_of_tests() -> list[list[str]]:
             lead = f"{link(f'{bold}{found.mean:+.3f}{bold}', name)} {interval}".replace("-0.", "−0.")
             on_a_par = link(of_p(p_equivalent), f"{name}/on a par")
             best = f"{fixed(objective)}: " if second == "fixed" else ""
-            cells.append(f"{best}{lead}, p = {link(of_p(p), f'{name}/p')}, on a par: {on_a_par}")
-        lines.append([f"{letter}: {first} − {second}, {TITLES[distance]}", *cells])
+            columns.append(f"{best}{lead}, p = {link(of_p(p), f'{name}/p')}, on a par: {on_a_par}")
+        lines.append([f"{letter}: {first} − {second}, {TITLES[distance]}", *columns])
     return lines
 
 
@@ -220,7 +220,7 @@ def main():
     for row in rows[rows[f"judge@{STEPS[-1]}"].isna()].itertuples():
         print(f"broken: {row.panel}, {row.arm}, draw {row.instance}: {row.failed}")
     for lines in (table_of_arms(), table_of_tests(), table_of_choices()):
-        print("".join(f"| {' | '.join(cells)} |\n" for cells in lines))
+        print("".join(f"| {' | '.join(columns)} |\n" for columns in lines))
     compare.save(draw(), make.FOLDER / "frontier.png")
     file = board.FOLDER / "board.csv"
     ours = board_rows()
