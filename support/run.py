@@ -70,7 +70,7 @@ def file_errors():
 # settings, which a checkpoint holds. Each script has some of them.
 FIXED_BY_RESUME = {"batch_size", "group_size", "prompts_per_step", "round_prompts", "seed", "output_dir"}
 FIXED_BY_RESUME |= {"weight_decay", "adam_eps"}
-# The least value of flags of which 0 would be an error after minutes of loading, or a run that learns nothing
+# The least value of flags of which a smaller one would be an error after minutes of loading, or learn nothing
 LEAST = dict.fromkeys(("batch_size", "prompts_per_step", "round_prompts", "generation_batch_size"), 1)
 LEAST |= {"sample_every": 1, "eval_samples_per_problem": 1, "group_size": 2, "samples_per_prompt": 2}
 LEAST |= dict.fromkeys(("max_grad_norm", "temperature"), 1e-9)
@@ -451,7 +451,8 @@ def print_plan(args, folder: Path, policy, tokenizer, groups: list[tuple], group
     method = "no humanline"
     if args.humanline:
         method = f"humanline: k {args.k}, {syncs} syncs change the reference"
-        if getattr(args, "online", args.k == 0):  # grpo_math samples, but syncs so only with k = 0
+        # grpo_math has no such flag. Its rounds sync with k = 0 alone.
+        if getattr(args, "online", args.k == 0):
             method += ", besides one at the start of each round"
     print_main(
         f"model: {args.model}, {policy.num_parameters():,} parameters, {args.dtype}\n"

@@ -37,7 +37,7 @@ def test_a_paired_difference_is_students_by_hand():
 
 @pytest.mark.filterwarnings("ignore")
 def test_equal_arms_do_not_differ():
-    """Their p was NaN, which Holm's correction then gave to others."""
+    """Their p was NaN."""
     found = compare.paired(pd.Series([0.0] * 5))
     assert (found.low, found.high, found.p, found.p_equivalent) == (0, 0, 1, 0)
 
