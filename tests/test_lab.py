@@ -343,18 +343,20 @@ def test_frontier_chooses_setting_and_step_by_the_mean_judge_within_the_limit():
 
 
 @pytest.fixture
-def clear_report():
-    """Lets lab.frontier.report read its rows anew, before a test and after it."""
-    caches = (report.choice, report.values, report.tests)
-    for cached in caches:
-        cached.cache_clear()
-    yield
-    for cached in caches:
-        cached.cache_clear()
+def clear():
+    """Lets lab.frontier.report read its rows anew, before a test, after it and when it is called."""
+
+    def clear():
+        for cached in (report.choice, report.values, report.tests):
+            cached.cache_clear()
+
+    clear()
+    yield clear
+    clear()
 
 
 def test_frontier_compares_arms_at_their_choices_and_a_broken_run_as_the_untrained_policy(
-    tmp_path, monkeypatch, capsys, clear_report
+    tmp_path, monkeypatch, capsys, clear
 ):
     """In made-up rows, judge and KL grow over the steps. KL passes 20 nats at step 60.
 
@@ -398,10 +400,16 @@ def test_frontier_compares_arms_at_their_choices_and_a_broken_run_as_the_untrain
         pd.DataFrame(rows[1:]).to_csv(tmp_path / "frontier.csv", index=False)
         frontier.main("second")
     pd.DataFrame(rows).to_csv(tmp_path / "frontier.csv", index=False)
-    for part in ("first", "second", "report"):
+    for part in ("first", "second", "fixed", "online", "rest"):
         frontier.main(part)
         commands = [line["command"] for line in run.read_study(tmp_path / f"{part}.txt")[1]]
         assert len(commands) == len(set(commands)) and set(commands) <= {row["command"] for row in rows}
+    without_online = [row for row in rows if row["arm"] != "online" or row["instance"] < 10]
+    pd.DataFrame(without_online).to_csv(tmp_path / "frontier.csv", index=False)
+    assert set("ABC") == {letter for letter, _ in report.tests()}
+    assert report.cells("DPO", "online", "far") == ["–"] * 4
+    clear()
+    pd.DataFrame(rows).to_csv(tmp_path / "frontier.csv", index=False)
     report.main()
     found = report.tests()
     assert found["A", "DPO"][0].mean == pytest.approx(0.060) and found["B", "DPO"][0].mean == pytest.approx(

@@ -4,8 +4,10 @@
     python -m lab.run lab/frontier/first.txt    # writes the rows of lab/frontier/frontier.csv
     python -m lab.frontier.make second     # from these rows: the best settings on two more draws
     python -m lab.run lab/frontier/second.txt
-    python -m lab.frontier.make report     # from these rows: the chosen settings on the twelve draws
-    python -m lab.run lab/frontier/report.txt
+    python -m lab.frontier.make fixed      # from these rows: the settings of tests A to C on the twelve draws
+    python -m lab.run lab/frontier/fixed.txt
+    python -m lab.frontier.make online     # the settings of test D (and run them, too)
+    python -m lab.frontier.make rest       # the other choices, and the paper's own settings
 
 Every arm has nine settings: three rates times three others. Its setting and its step are chosen together,
 twice: among all steps with a mean KL of at most 20 nats, and without this limit.
@@ -79,6 +81,10 @@ PAPER = {  # the paper's own settings, which are not tuned
     ("GRPO", "paper, humanline"): f"{GRPO} --epsilon 0.15 --k 1 --beta 0.01 --lr 1e-4",
 }
 UNTRAINED = f"{DPO} --no-humanline --lr 1e-30"
+TESTED = {  # the choices that the tests compare: {part: {arm: limits}}
+    "fixed": {"plain": board.LIMITS, "sync only": board.LIMITS, "both": board.LIMITS[1:]},
+    "online": {"online": board.LIMITS[1:]},
+}
 
 
 def settings(objective: str, arm: str) -> list[str]:
@@ -125,14 +131,26 @@ def rows_of(objective: str, arm: str, draws) -> pd.DataFrame:
     return rows[rows.command.isin(words_of)].assign(words=rows.command.map(words_of))
 
 
-def chosen_settings(objective: str, arm: str, draws, count: int) -> list[str]:
+def chosen_settings(objective: str, arm: str, draws, count: int, limits=board.LIMITS) -> list[str]:
     """Returns the words of the `count` best settings on some draws within each limit, without repetitions."""
     rows = rows_of(objective, arm, draws)
-    return sorted({words for limit in board.LIMITS for _, words, _ in ranked(rows, draws, limit)[:count]})
+    return sorted({words for limit in limits for _, words, _ in ranked(rows, draws, limit)[:count]})
+
+
+def lines_of_tests(part: str) -> list[str]:
+    """Returns the lines of lab.run for the runs on the twelve draws that some tests need."""
+    found = lines("all", "before training", UNTRAINED, board.REPORTED)
+    for arm, limits in TESTED[part].items():
+        for objective in OBJECTIVES:
+            for words in chosen_settings(objective, arm, board.TUNING, 1, limits):
+                found += lines(objective, arm, words, board.REPORTED)
+    return found
 
 
 def lines_of(part: str) -> list[str]:
     """Returns the lines of lab.run for the runs of a part, each command once."""
+    if part in TESTED:
+        return once(lines_of_tests(part))
     first, *others = board.TUNING
     found = []
     for objective, arm in ARMS:
@@ -144,10 +162,16 @@ def lines_of(part: str) -> list[str]:
             chosen, draws = chosen_settings(objective, arm, board.TUNING, 1), board.REPORTED
         for words in chosen:
             found += lines(objective, arm, words, draws)
-    if part == "report":
+    if part == "rest":
         for (objective, arm), words in PAPER.items():
             found += lines(objective, arm, words, board.REPORTED)
-        found += lines("all", "before training", UNTRAINED, board.REPORTED)
+        tested = {line.split(" | ", 3)[3] for other in TESTED for line in lines_of_tests(other)}
+        found = [line for line in found if line.split(" | ", 3)[3] not in tested]
+    return once(found)
+
+
+def once(found: list[str]) -> list[str]:
+    """Returns lines without those whose command another line before them has."""
     return list({line.split(" | ", 3)[3]: line for line in reversed(found)}.values())[::-1]
 
 
@@ -159,10 +183,10 @@ def check_complete(part: str):
         raise SystemExit(f"error: {len(left)} runs of the part {part!r} have no row yet")
 
 
-def main(part: tyro.conf.Positional[Literal["first", "second", "report"]]):
+def main(part: tyro.conf.Positional[Literal["first", "second", "fixed", "online", "rest"]]):
     """Writes the file of one part."""
     if part != "first":
-        check_complete({"second": "first", "report": "second"}[part])
+        check_complete("first" if part == "second" else "second")
     text = lines_of(part)
     (FOLDER / f"{part}.txt").write_text(
         "\n".join([f"# Written by python -m lab.frontier.make {part}", *text, ""])

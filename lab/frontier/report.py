@@ -5,7 +5,8 @@
 The tables are in Markdown, with the names of their numbers (lab/numbers.py).
 
 An arm is read at the setting and the step that its tuning has chosen. The choice has a limit of the mean KL:
-`near` is 20 nats, and `far` is no limit. The paper's own settings are read at their last step.
+`near` is 20 nats, and `far` is no limit. The paper's own settings are read at their last step. An arm whose
+twelve runs are not all there has a dash, and its test has no line.
 """
 
 import hashlib
@@ -54,12 +55,12 @@ def metrics_at(objective: str, arm: str, words: str, step: int) -> pd.DataFrame:
 def values(objective: str, arm: str, distance: str) -> pd.DataFrame:
     """Returns the metrics of an arm by draw, at its choice.
 
-    The table is empty if the paper's own setting ends beyond the distance.
+    The table is empty if runs are missing, or if the paper's own setting ends beyond the distance.
     """
     arm = fixed(objective) if arm == "fixed" else arm
     table = metrics_at(objective, arm, *choice(objective, arm, distance)[1:])
     beyond = (objective, arm) in make.PAPER and table.kl.mean() > DISTANCES[distance]
-    return table[:0] if beyond else table
+    return table[:0] if beyond or len(table) < len(board.REPORTED) else table
 
 
 def untrained() -> pd.DataFrame:
@@ -78,6 +79,8 @@ def tests() -> dict[tuple[str, str], tuple[compare.Difference, float, float]]:
             objective: values(objective, first, distance).judge - values(objective, second, distance).judge
             for objective in make.OBJECTIVES
         }
+        if any(lead.count() < len(board.REPORTED) for lead in leads.values()):
+            continue
         differences = [compare.paired(lead) for lead in leads.values()]
         p_values = compare.holm([one.p for one in differences])
         p_equivalent = compare.holm([one.p_equivalent for one in differences])
@@ -92,6 +95,8 @@ def draw():
     before = untrained().judge.mean()
     for ax, objective in zip(axes, make.OBJECTIVES):
         for color, arm in zip(compare.COLORS, ("plain", "sync only", "both", "online")):
+            if values(objective, arm, "far").empty:
+                continue
             _, words, _ = choice(objective, arm, "far")
             means = [metrics_at(objective, arm, words, step).mean() for step in STEPS]
             kl, judge = ([one[metric] for one in means] for metric in ("kl", "judge"))
@@ -138,7 +143,8 @@ def numbers() -> dict[str, tuple]:
     found = {}
     for objective, arm in (*make.ARMS, *make.PAPER):
         for distance in DISTANCES:
-            for metric, column in values(objective, arm, distance).items():
+            table = values(objective, arm, distance)
+            for metric, column in table.items() if len(table) else ():
                 half = compare.half_interval(column)
                 mean = (column.mean(), column.mean() - half, column.mean() + half)
                 found[f"frontier/{objective}/{arm}/{distance}/{metric}"] = mean
@@ -191,6 +197,8 @@ def table_of_tests() -> list[list[str]]:
     """Returns the lines of the table: a test's difference and Holm's p-values for each objective."""
     lines = [["", *make.OBJECTIVES], ["---"] * (1 + len(make.OBJECTIVES))]
     for letter, (first, second, distance) in TESTS.items():
+        if (letter, make.OBJECTIVES[0]) not in tests():
+            continue
         columns = []
         for objective in make.OBJECTIVES:
             found, p, p_equivalent = tests()[letter, objective]
@@ -215,7 +223,7 @@ def table_of_choices() -> list[list[str]]:
 
 
 def main():
-    make.check_complete("report")
+    make.check_complete("fixed")
     rows = pd.read_csv(make.FOLDER / "frontier.csv")
     for row in rows[rows[f"judge@{STEPS[-1]}"].isna()].itertuples():
         print(f"broken: {row.panel}, {row.arm}, draw {row.instance}: {row.failed}")
