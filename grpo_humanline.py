@@ -544,5 +544,4 @@ def grpo_metrics(clipped_log_ratio, log_ratio, advantages, epsilon: float):
 
 
 if __name__ == "__main__":
-    with run.exit_on_input_error():
-        main(run.parse_args(Args, __file__, __doc__, toy=TOY, toy_online=TOY_ONLINE, paper=PAPER))
+    main(run.parse_args(Args, __file__, __doc__, toy=TOY, toy_online=TOY_ONLINE, paper=PAPER))

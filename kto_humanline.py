@@ -550,5 +550,4 @@ def evaluate(
 
 
 if __name__ == "__main__":
-    with run.exit_on_input_error():
-        main(run.parse_args(Args, __file__, __doc__, toy=TOY, toy_online=TOY_ONLINE, paper=PAPER))
+    main(run.parse_args(Args, __file__, __doc__, toy=TOY, toy_online=TOY_ONLINE, paper=PAPER))

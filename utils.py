@@ -30,8 +30,15 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
 
 
-class InputError(Exception):
-    """Raised if a flag, file, row, model or disk cannot be used, or if a number is not finite."""
+class InputError(SystemExit):
+    """Raised if a flag, file, row, model or disk cannot be used, or if a number is not finite.
+
+    It ends the program with one line and exit status 1. Every other exception keeps its traceback.
+    """
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self.code = f"error: {text}"  # Python prints it on stderr
 
 
 # === Examples and micro-batches ===

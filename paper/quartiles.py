@@ -53,5 +53,4 @@ def main(args: Args):
 
 
 if __name__ == "__main__":
-    with run.exit_on_input_error():
-        main(tyro.cli(Args, description=__doc__))
+    main(tyro.cli(Args, description=__doc__))

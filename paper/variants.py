@@ -411,13 +411,12 @@ def main(words: list[str]):
     script = import_module(script_name)
     # args.json and the run's folder name the variant, so that only it resumes the run.
     script.__file__ = str(Path(script.__file__).with_stem(f"{name}-{script_name}"))
-    with run.exit_on_input_error():
-        LAST.args = parse_args(script, flags)
-        if name in OTHERS:
-            OTHERS[name](script)
-        else:
-            replace_functions(script, name)
-        script.main(LAST.args)
+    LAST.args = parse_args(script, flags)
+    if name in OTHERS:
+        OTHERS[name](script)
+    else:
+        replace_functions(script, name)
+    script.main(LAST.args)
 
 
 def replace_functions(script, name: str):

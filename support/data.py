@@ -79,8 +79,7 @@ def load_groups(args, tokenizer, eos_ids: set[int], name: str, split: str, encod
     rows = enumerate(read_rows(name, split), 1)
     # One iterator for all chunks, because the bar closes when an iterator of its own ends.
     rows = iter(tqdm(rows, f"reading {name}", leave=False, unit=" rows", delay=2, disable=not run.is_main()))
-    while True:
-        chunk = list(islice(rows, CHUNK * world))  # every rank reads all rows, and encodes its share of them
+    while chunk := list(islice(rows, CHUNK * world)):  # every rank reads all rows, and encodes its share
         results = []
         for number, row in chunk[rank::world]:
             try:
@@ -91,8 +90,6 @@ def load_groups(args, tokenizer, eos_ids: set[int], name: str, split: str, encod
             except Exception as error:
                 error.add_note(f"{name}, row {number}")
                 raise
-        if not chunk:
-            break
         for number, result in sorted(sum(run.gather(results), [])):
             if isinstance(result, InputError):  # on all ranks
                 raise InputError(f"{name}, row {number}: {result}")

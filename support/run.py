@@ -43,19 +43,6 @@ def print_main(text: str):
 
 
 @contextmanager
-def exit_on_input_error():
-    """Ends the run with one line on stderr and exit status 1 after an InputError.
-
-    An InputError is a mistake in the flags, files or rows that users make often. Every other exception keeps
-    its traceback.
-    """
-    try:
-        yield
-    except InputError as error:
-        raise SystemExit(f"error: {error}") from None
-
-
-@contextmanager
 def file_errors():
     """Turns an OSError into an InputError, for example because a file or a model is not there."""
     try:
@@ -100,18 +87,10 @@ def parse_args(Args, file: str, doc: str, toy: dict, toy_online: dict, paper: di
     changed = {name for name, value in vars(args).items() if value != getattr(default, name)}
     if given.resume and changed & FIXED_BY_RESUME:
         raise InputError(f"--resume cannot change {', '.join(sorted(changed & FIXED_BY_RESUME))}")
-    print_settings("settings that differ from the defaults", vars(args).items() - vars(Args()).items())
-    if given.model and not given.resume and not args.humanline:
-        with_humanline = Args(**paper.get((online, True), {}))
-        # A comparison with a humanline run would not be of humanline alone.
-        others = vars(args).items() & vars(default).items() - vars(with_humanline).items()
-        print_settings("settings that the paper has only without humanline", others)
+    if others := sorted(vars(args).items() - vars(Args()).items()):
+        words = ", ".join(f"{name} {value}" for name, value in others)
+        print_main(f"settings that differ from the defaults: {words}")
     return args
-
-
-def print_settings(title: str, settings: set[tuple]):
-    if settings:
-        print_main(f"{title}: {', '.join(f'{name} {value}' for name, value in sorted(settings))}")
 
 
 def save_args(args, folder: Path, file: str):

@@ -102,8 +102,7 @@ def start_rank(worker, script: str, runs: list, ports: list, environment: dict, 
 
 def run_main(script, arguments: list):
     """Runs main of a script, as its command does."""
-    with run.exit_on_input_error():
-        script.main(parse_args(script, arguments))
+    script.main(parse_args(script, arguments))
 
 
 def start_ranks(ranks: int, runs: list, worker=run_main, script="dpo_humanline") -> list:

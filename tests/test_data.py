@@ -41,7 +41,7 @@ import dpo_humanline
 import grpo_humanline
 import grpo_math_humanline
 import kto_humanline
-from support import data, run
+from support import data
 from utils import InputError
 
 # === Tokenizers and rows ===
@@ -126,12 +126,11 @@ def load(tmp_path, capsys, one_rank):
         args = script.Args(**args)
         capsys.readouterr()
         try:
-            with run.exit_on_input_error():
-                online = getattr(args, "online", False)
-                encode_row = script.encode_prompt if online else script.encode_row
-                groups = data.load_groups(args, tokenizer, set(eos_ids), str(rows), "train", encode_row)
+            online = getattr(args, "online", False)
+            encode_row = script.encode_prompt if online else script.encode_row
+            groups = data.load_groups(args, tokenizer, set(eos_ids), str(rows), "train", encode_row)
         except SystemExit as error:
-            return [], str(error)
+            return [], error.code
         return groups, capsys.readouterr().out
 
     return read

@@ -31,7 +31,6 @@ import tyro
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
-from support.run import exit_on_input_error  # noqa: E402
 from tools.curves import curve  # noqa: E402
 from utils import InputError, mean_and_error  # noqa: E402
 
@@ -210,5 +209,4 @@ def main(first: tyro.conf.Positional[Path], second: tyro.conf.Positional[Path], 
 
 
 if __name__ == "__main__":
-    with exit_on_input_error():
-        tyro.cli(main, description=__doc__)
+    tyro.cli(main, description=__doc__)

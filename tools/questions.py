@@ -85,5 +85,4 @@ def main(folder: tyro.conf.Positional[Path]):
 
 
 if __name__ == "__main__":
-    with run.exit_on_input_error():
-        tyro.cli(main, description=__doc__)
+    tyro.cli(main, description=__doc__)

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import utils
 from support import data
 from support.checkpoint import Progress, find_checkpoints
-from support.run import exit_on_input_error, load_args, setup
+from support.run import load_args, setup
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 
@@ -272,5 +272,4 @@ def main(run: Path, steps: tuple[int, ...] = (), groups: int = 6):
 
 
 if __name__ == "__main__":
-    with exit_on_input_error():
-        tyro.cli(main, description=__doc__)
+    tyro.cli(main, description=__doc__)

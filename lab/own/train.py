@@ -13,7 +13,6 @@ from importlib import import_module
 from pathlib import Path
 
 from lab.own import make, score
-from support import run
 from tools.scripts import parse_args
 
 
@@ -40,9 +39,8 @@ def main(arm: str, behaviour: str, part: str, script_name: str, *flags: str):
         shows = make.BEHAVIOURS[behaviour]
         script.SCORE = lambda samples: [float(shows(sample.text)) for sample in samples]
     script.__file__ = str(Path(script.__file__).with_stem(f"{arm}-{script_name}"))  # only it resumes the run
-    with run.exit_on_input_error():
-        args = parse_args(script, list(flags))
-        script.main(args)
+    args = parse_args(script, list(flags))
+    script.main(args)
     score.main(Path(args.output_dir), behaviour, part)
 
 
