@@ -121,17 +121,26 @@ def choose(tuned: pd.DataFrame, limit: float) -> tuple[str, int] | None:
     return max(found)[1:] if found else None
 
 
-def at_choice(rows: pd.DataFrame, limit: float) -> tuple[pd.DataFrame, str]:
-    """Returns the metrics of a method by draw, at the setting and step of its tuning, and a note on these.
+def chosen_rows(rows: pd.DataFrame, limit: float) -> tuple[pd.DataFrame, tuple[str, int] | None]:
+    """Returns the reported rows of a method's setting, and what its tuning has chosen, None if there is none.
 
-    A method without tuning has its last step, if this is within the limit.
+    A method without tuning has its last setting.
     """
     reported = rows[rows.draw.isin(REPORTED)]
     reported = reported[reported.file == reported.file.iloc[-1]]  # the last version of the script
     tuned = rows[rows.draw.isin(TUNING) & (rows.file == reported.file.iloc[-1])]
     best = choose(tuned, limit)
-    words, step = best or (reported.words.iloc[-1], STEPS[-1])
-    chosen = reported[reported.words == words].set_index("draw")
+    return reported[reported.words == (best[0] if best else reported.words.iloc[-1])], best
+
+
+def at_choice(rows: pd.DataFrame, limit: float) -> tuple[pd.DataFrame, str]:
+    """Returns the metrics of a method by draw, at the setting and step of its tuning, and a note on these.
+
+    A method without tuning has its last step, if this is within the limit.
+    """
+    chosen, best = chosen_rows(rows, limit)
+    words, step = best or ("", STEPS[-1])
+    chosen = chosen.set_index("draw")
     table = chosen[[f"{metric}@{step}" for metric in METRICS] + ["core"]].astype(float)
     table.columns = [*METRICS, "core"]
     if best:
@@ -160,9 +169,11 @@ def line_of(name: str, rows: pd.DataFrame) -> tuple:
 
 
 def methods(rows: pd.DataFrame, online: bool) -> dict[str, pd.DataFrame]:
-    """Returns the rows of each reported method of a track. Methods that repeat themselves come last."""
+    """Returns the rows of each method of a track with all draws. Methods that repeat themselves come last."""
     found = {
-        name: one for name, one in of_track(rows, online).groupby("name") if one.draw.isin(REPORTED).any()
+        name: one
+        for name, one in of_track(rows, online).groupby("name")
+        if one.draw.isin(REPORTED).any() and set(chosen_rows(one, math.inf)[0].draw) == set(REPORTED)
     }
     return dict(sorted(found.items(), key=lambda item: line_of(*item)[:2]))
 
@@ -189,18 +200,20 @@ def show_tuning(rows: pd.DataFrame, name: str):
 
 
 def show_report(rows: pd.DataFrame, name: str, others: dict[str, pd.DataFrame]):
-    """Prints the method between its neighbours, and the paired differences to them."""
-    _, number, mine = line_of(name, rows)
+    """Prints the method between its neighbours, and its differences to them and to others of mine.csv."""
+    repeats, number, mine = line_of(name, rows)
     listed = {other: line_of(other, one) for other, one in others.items() if other != name}
-    above = [other for other, line in listed.items() if line[1] <= number][-1:]
-    below = [other for other, line in listed.items() if line[1] > number][:1]
+    alike = {other: line[1] for other, line in listed.items() if line[0] == repeats}
+    above = [other for other in alike if alike[other] <= number][-1:]
+    below = [other for other in alike if alike[other] > number][:1]
+    my_others = sorted(set(read("mine").name) & set(listed) - {*above, *below})
     before = [BEFORE] if BEFORE in listed and BEFORE not in above + below else []
     lines = [listed[other][2] for other in before + above] + [["your run", *mine[1:]]]
     show([HEAD, *lines, *(listed[other][2] for other in below)])
     for limit, title in zip(LIMITS, HEAD[2:]):
         own, note = at_choice(rows, limit)
         print(f"{title}: {note if len(own) else f'no number, because there are no rows of {note}'}")
-        for other in above + below:
+        for other in above + below + my_others:
             leads = (own.judge - at_choice(others[other], limit)[0].judge).dropna()
             if len(leads) > 1:
                 found = compare.paired(leads)
@@ -220,7 +233,7 @@ def draw_board(rows: pd.DataFrame, name: str, others: dict[str, pd.DataFrame]):
 
     for other, one in others.items():
         if other != name:
-            end = draw(one[one.draw.isin(REPORTED)], color="0.75")
+            end = draw(chosen_rows(one, math.inf)[0], color="0.75")
             ax.annotate(other, end, fontsize=6, color="0.5")
     draw(rows, color=compare.COLORS[0], linewidth=2, label=f"{name}, {len(rows)} draws")
     ax.axvline(LIMITS[0], color="black", linestyle=":")

@@ -10,6 +10,7 @@ rounds differently there, so they are committed.
 
 import multiprocessing
 import random
+import shutil
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -54,7 +55,10 @@ def make_reward_model(draw: Path, folder: Path):
         model = AutoModelForSequenceClassification.from_pretrained(POLICY, num_labels=1)
         pairs = list(read_rows(str(draw / "preferences_train.jsonl.gz"), ""))
         stories.train_reward_model(model, tokenizer, random.Random(int(draw.name)), pairs)
-        common.save(folder, model, tokenizer)
+        part = folder.with_name(f"{folder.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        common.save(part, model, tokenizer)
+        part.rename(folder)  # complete at every moment
 
 
 def main(draws: tyro.conf.Positional[tuple[int, ...]], out: Path = ROOT / "lab" / "board"):

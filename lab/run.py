@@ -133,7 +133,10 @@ def read_run(folder: Path) -> dict:
     row |= {name: mean for name, (mean, *_) in summary["after"].items()}
     if (folder / "score.json").exists():
         row |= json.loads((folder / "score.json").read_text())
-    row["clipped"] = fmean(step["humanline/clipped_low"] + step["humanline/clipped_high"] for step in steps)
+    if "humanline/clipped_low" in steps[0]:  # an edited script may have no clip
+        row["clipped"] = fmean(
+            step["humanline/clipped_low"] + step["humanline/clipped_high"] for step in steps
+        )
     row["grad_norm_max"] = max(step["grad_norm"] for step in steps)
     name = "eval/reward" if "eval/reward" in row and "eval/format" not in row else "eval/accuracy"
     curve = {step["step"]: step[name] for step in steps if name in step and step["step"]}

@@ -41,10 +41,10 @@ def make_rows(name: str, words: str, draws, judge: dict, kl: dict, seed=0, **col
     return pd.DataFrame(rows)
 
 
-def method(name: str, judge: dict, kl: dict, seed: int, reported=range(31, 35), **columns) -> pd.DataFrame:
+def method(name: str, judge: dict, kl: dict, seed: int, **columns) -> pd.DataFrame:
     """Returns the rows of a method with one setting, for tuning and report."""
     words = f"{name}.py --lr 1"
-    return make_rows(name, words, [*board.TUNING, *reported], judge, kl, seed, **columns)
+    return make_rows(name, words, [*board.TUNING, *board.REPORTED], judge, kl, seed, **columns)
 
 
 KL = {8: 1.0, 15: 19.0, 30: 21.0, 45: 50.0}
@@ -118,24 +118,33 @@ def test_the_report_has_the_neighbours_and_students_intervals_by_hand(folder, ca
     mine = method("mine", {15: 0.50, 45: 0.7}, KL, seed=1)
     others = [method("above", {15: 0.55}, KL, 2), method("far above", {15: 0.9}, KL, 3)]
     others += [method("below", {15: 0.45}, KL, 4), method("far below", {15: 0.1}, KL, 5)]
+    others += [method("repeats", {15: 0.52}, KL, 6, **{"trigrams@15": 0.2})]  # no neighbour
+    others += [method("eleven", {15: 0.51}, KL, 7)[:-1]]  # a draw is missing
+    others[3].to_csv(folder / "mine.csv", index=False)
     board.show_report(mine, "mine", board.methods(pd.concat([*others, mine]), online=False))
     text = capsys.readouterr().out
     head, above, own, below, *_ = text.splitlines()
     assert [line.split("  ")[0] for line in (above, own, below)] == ["above", "your run", "below"]
 
     scores, theirs = (rows["judge@15"][3:].to_numpy() for rows in (mine, others[0]))
-    half = stats.t.ppf(0.975, 3) * scores.std(ddof=1) / 2
+    half = stats.t.ppf(0.975, 11) * scores.std(ddof=1) / math.sqrt(12)
     assert f"{scores.mean():.2f} [{scores.mean() - half:.2f}, {scores.mean() + half:.2f}]" in own
     assert own.split()[2] == "1" and own.split()[-4:] == ["50.0", "0.90", "0.40", "50"]
     leads = scores - theirs
-    half = stats.t.ppf(0.975, 3) * leads.std(ddof=1) / 2
-    p = 2 * stats.t.sf(abs(leads.mean()) / (leads.std(ddof=1) / 2), 3)
+    error = leads.std(ddof=1) / math.sqrt(12)
+    half = stats.t.ppf(0.975, 11) * error
+    p = 2 * stats.t.sf(abs(leads.mean()) / error, 11)
     shown = f"{leads.mean():.2f} [{leads.mean() - half:.2f}, {leads.mean() + half:.2f}], p = {p:.1g}"
     chosen = "of mine.py --lr 1, as the tuning has chosen"
     assert (
-        f"at ≤ 20 nats: step 15 {chosen}\n  your run − above: {shown.replace('-0.', '−0.')} (4 draws)" in text
+        f"at ≤ 20 nats: step 15 {chosen}\n  your run − above: {shown.replace('-0.', '−0.')} (12 draws)"
+        in text
     )
     assert f"at any distance: step 45 {chosen}\n" in text
+    assert (
+        "your run − far below: " in text and "far above" not in text
+    )  # my own other method, such as a control
+    assert "repeats" not in text and "eleven" not in text
 
 
 def test_the_table_has_both_tracks_and_methods_that_repeat_themselves_last(folder):

@@ -71,12 +71,12 @@ def draw(ax, label: str, runs: list[pd.Series], smooth: int):
 
 def draw_log(axes, name: str, last: int, **style):
     """Draws a log of docs/reference into a row of panels. Default runs have the rewards of three seeds."""
-    log = pd.read_json(ROOT / f"docs/reference/{name}.jsonl.gz", lines=True).set_index("step")[:last]
+    log = pd.read_json(ROOT / f"docs/reference/{name}.jsonl.gz", lines=True).set_index("step").loc[:last]
     learning = pd.read_csv(ROOT / "lab/learning/learning.csv").query("script == @name and arm == 'humanline'")
     for ax, metric in zip(axes, PANELS):
         metric = "rewards/accuracy" if name == "grpo_math" and metric == "eval/reward" else metric
         if metric == "eval/reward" and len(learning):
-            rewards = learning.pivot(index="step", columns="seed", values="score")[:last]
+            rewards = learning.pivot(index="step", columns="seed", values="score").loc[:last]
             ax.plot(rewards.index, rewards, **style)
         else:
             values = log[metric].dropna()
