@@ -356,7 +356,8 @@ def encode_row(args, tokenizer, eos_ids, row):
     completions, scores = row.get("completions") or [], row.get("scores")
     if row.get("chosen") is not None:
         completions = data.read_columns(row, "chosen", "rejected")
-        scores = [1, 0]  # any two rewards in this order give the advantages 1 and -1 (C.1.3)
+        # Any two rewards in this order give the advantages 1 and -1 (C.1.3), if they are far enough apart.
+        scores = [max(1, args.reward_threshold), 0]
     examples = data.encode(args, tokenizer, eos_ids, prompt, completions, row if SCORE else None)
     if not completions:
         return examples
@@ -401,6 +402,9 @@ def load_models(args, device):
     # a machine share them. It is sharded, and then each rank casts its own shards to fp32, which is exact.
     policy = load("auto").to(torch.float32)
     reference = load(run.storage_dtype(args)).requires_grad_(False)
+    if args.dtype != "bfloat16":
+        # Of files with several dtypes, the policy's weights were all rounded to the first one's.
+        sync_reference(reference=policy, policy=reference)
     # Buffers (RoPE's frequencies, Gemma's embed_scale) must be equal in value and dtype, otherwise log-ratios
     # would not be 0 at step 0. The cast changed the policy's, so the policy gets the reference's.
     for name, buffer in policy.named_buffers():

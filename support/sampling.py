@@ -79,7 +79,7 @@ class Sampler:
         samples = []
         for prompt, (ids, _) in zip(repeated, outputs):
             finished = ids[-1] in self.eos_ids
-            text = self.tokenizer.decode(ids[:-1] if finished else ids, clean_up_tokenization_spaces=False)
+            text = decode_behind(self.tokenizer, prompt.prompt_ids, ids[:-1] if finished else ids)
             # without the reward that a row of a data set may have
             sample = prompt._replace(completion_ids=array("i", ids), text=text, reward=None)
             samples.append(sample._replace(finished=finished))
@@ -197,6 +197,17 @@ def generate_on_all_ranks(engine, prompts: list[array], seed: tuple | None) -> l
     local = run.share(batches, dist.get_rank() // engine.ranks, engines)
     ranks_outputs = run.gather(engine.generate(local))
     return sum(ranks_outputs[:: engine.ranks], [])  # the ranks of an engine have the same outputs
+
+
+def decode_behind(tokenizer, prompt_ids, ids) -> str:
+    """Returns the text of a sample, whose ids have no EOS token.
+
+    Without a chat template, a sample continues its prompt's text. Decoded alone it would lack its first
+    space, which SentencePiece takes away from every text.
+    """
+    before = [] if tokenizer.chat_template else [*prompt_ids]
+    texts = tokenizer.batch_decode([before, [*before, *ids]], clean_up_tokenization_spaces=False)
+    return texts[1][len(texts[0]) :]
 
 
 def sample_statistics(samples: list[Example]):

@@ -41,7 +41,7 @@ import dpo_humanline
 import grpo_humanline
 import grpo_math_humanline
 import kto_humanline
-from support import data
+from support import data, sampling
 from utils import InputError
 
 # === Tokenizers and rows ===
@@ -155,6 +155,15 @@ def encode_ids(tokenizer, prompt, *completions) -> tuple:
     args = dpo_humanline.Args(max_prompt_length=10_000, max_length=20_000)
     examples = data.encode(args, tokenizer, {tokenizer.eos_token_id}, prompt, completions)
     return [*examples[0].prompt_ids], *([*x.completion_ids] for x in examples[: len(completions)])
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+def test_a_sample_has_the_space_that_the_data_has(kind):
+    """The tokens of a text, as if they had been sampled, are the text again."""
+    tokenizer = bytes_or_pieces(kind, None)
+    for text in (" there was a girl.\nHer name", "\nthere", " (a girl) ", "!"):
+        prompt_ids, ids = encode_ids(tokenizer, "Once upon a time,", text)
+        assert sampling.decode_behind(tokenizer, prompt_ids, ids[:-1]) == text
 
 
 # === Rows ===

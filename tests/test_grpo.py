@@ -108,6 +108,9 @@ def test_best_and_worst_make_a_group_of_two_and_a_larger_group_keeps_all():
     assert make_group(Args(group_size=2, reward_threshold=0.0), examples[:1] * 2) == ()
     whole = make_group(Args(group_size=5, reward_threshold=0.9), examples)
     assert [x.reward for x in whole] == [0.9, 0.9, 0.1, 0.0, 0.0]
+    args = Args(model=str(TOY / "policy"), max_length=128, reward_threshold=2.0)
+    row = {"prompt": "about cart", "chosen": "the cart", "rejected": "a cart"}  # it has no scores
+    assert len(encode_row(args, *load_tokenizer(args), row)) == 2
 
 
 # === A step of the script against other computations ===

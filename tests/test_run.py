@@ -238,6 +238,22 @@ def test_a_model_is_loaded_in_the_dtype_of_its_files(tmp_path):
     assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
 
 
+def test_policy_and_reference_have_equal_weights_whatever_dtypes_the_files_have(tmp_path, one_rank):
+    """With norms in fp32 beside weights in bf16, as in Qwen3.5, the policy's norms were rounded alone."""
+    rounded = changed_policy(
+        tmp_path / "m",
+        lambda found: {k: v + 1e-4 if "norm" in k else v.bfloat16() for k, v in found.items()},
+    )
+    args = parse_args(dpo_humanline, ["--model", rounded, "--dtype", "float32"])
+    args.max_length = args.max_prompt_length = args.max_new_tokens = 16
+    policy, reference = dpo_humanline.load_models(args, torch.device("cpu"))
+    expected = load_file(tmp_path / "m" / "model.safetensors")
+    assert {weight.dtype for weight in expected.values()} == {torch.bfloat16, torch.float32}
+    for model in (policy, reference):
+        for name, weight in model.named_parameters():
+            assert torch.equal(weight.full_tensor(), expected[name].float()), name
+
+
 def test_the_tensors_of_a_model_keep_their_dtypes(tmp_path, one_rank):
     """A router's bias in fp32 became bf16, and then chose other experts."""
     settings = dict(num_attention_heads=2, num_key_value_heads=2, q_lora_rank=None, kv_lora_rank=8)
