@@ -371,13 +371,14 @@ def load_models(args, device):
     # a machine share them. It is sharded, and then each rank casts its own shards to fp32, which is exact.
     policy = load("auto").to(torch.float32)
     reference = load(run.storage_dtype(args)).requires_grad_(False)
-    if args.dtype != "bfloat16":
-        # Of files with several dtypes, the policy's weights were all rounded to the first one's.
-        sync_reference(reference=policy, policy=reference)
     # Buffers (RoPE's frequencies, Gemma's embed_scale) must be equal in value and dtype, otherwise log-ratios
     # would not be 0 at step 0. The cast changed the policy's, so the policy gets the reference's.
     for name, buffer in policy.named_buffers():
         buffer.data = reference.get_buffer(name).clone()
+    # Of files with several dtypes, "auto" has rounded all weights to the first one's dtype.
+    for weight, exact in zip(policy.parameters(), reference.parameters()):
+        if exact.dtype == torch.float32:
+            weight.detach().copy_(exact)
     for model in (policy, reference):
         # Sets the fastest attention that keeps apart the sequences which `token_logps` packs into one row. A
         # short trial compares it with a plain forward pass.
