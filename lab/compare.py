@@ -106,8 +106,9 @@ def paired(leads: pd.Series, margin: float = MARGIN) -> Difference:
     found = stats.ttest_1samp(leads, 0)
     above = stats.ttest_1samp(leads, -margin, alternative="greater").pvalue
     below = stats.ttest_1samp(leads, margin, alternative="less").pvalue
-    ranks = stats.wilcoxon(leads).pvalue
-    p = found.pvalue if leads.any() else 1.0  # scipy has NaN if all differences are 0
+    # scipy has NaN if all differences are 0.
+    ranks = stats.wilcoxon(leads).pvalue if leads.any() else 1.0
+    p = found.pvalue if leads.any() else 1.0
     return Difference(leads.mean(), *found.confidence_interval(), p, ranks, max(above, below))
 
 
@@ -138,23 +139,8 @@ def holm(p_values: list[float]) -> list[float]:
     return corrected.tolist()
 
 
-def table_of_differences() -> pd.DataFrame:
-    """Computes the lines of lab/differences.csv anew, from the runs and arms that each line names."""
-    table = pd.read_csv(LAB / "differences.csv")
-    for i, line in table.iterrows():
-        found = difference(line.runs, line.panel, line["first"], line.second, line.metric)
-        table.loc[i, ["difference", "low", "high", "p", "p_signed_rank", "p_equivalent"]] = list(found)
-        table.loc[i, "clipped"] = scores(line.runs, line.panel, "clipped")[line["first"]].mean()
-    return table
-
-
 # === Pictures ===
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000")  # Okabe and Ito's, for colour-blind people
-COLUMNS = {  # {column of differences.csv: (label, mark, colour)}
-    "default": ("default clip or β", "o", "#E69F00"),
-    "control": ("simple control (tuned)", "s", "#0072B2"),
-    "online": ("online", "^", "#009E73"),
-}
 
 
 def draw_arms(study: str):
@@ -260,42 +246,7 @@ def draw_assumptions():
     return figure
 
 
-def draw_scores():
-    """Draws the scores of six settings of lab/differences.csv: before training, and four arms.
-
-    The shell game has its accuracy at the end, because the other rows have scores at the end, too.
-    """
-    table = pd.read_csv(LAB / "differences.csv")
-    table = table[table.row.isin(table.row[table.column == "default"])]
-    rows = list(table.row.unique())
-    figure, ax = plt.subplots(figsize=(8.6, 4.2), layout="constrained")
-    for height, row in enumerate(rows):
-        lines = table[table.row == row].set_index("column")
-        study, panel, metric = lines.runs.iloc[0], lines.panel.iloc[0], lines.metric.iloc[0]
-        metric = "eval/accuracy" if metric == "curve" else metric
-        found = scores(study, panel, metric)
-        label = "before training" if height == 0 else None
-        before = before_training(study, panel, metric)
-        ax.plot(before, height, "|", color="0.5", markersize=18, label=label)
-        arms = [(lines.second[column], *mark) for column, mark in COLUMNS.items() if column in lines.index]
-        arms.insert(2, (lines["first"]["control"], "humanline", "D", "black"))
-        for place, (arm, label, mark, color) in enumerate(arms):
-            values = found[arm].dropna()
-            name = label if height == 0 else None
-            style = dict(fmt=mark, color=color, capsize=2, markersize=7, label=name)
-            ax.errorbar(values.mean(), height + 0.16 * (1.5 - place), xerr=half_interval(values), **style)
-    labels = [row.partition(" (")[0].replace("S = 64", "S = 64, at the end") for row in rows]
-    ax.set_yticks(range(len(rows)), labels)
-    ax.set_ylim(len(rows) - 0.5, -0.5)
-    ax.grid(axis="x", alpha=0.3)
-    figure.legend(loc="outside upper center", ncols=5, fontsize=9)
-    meaning = "score (last two rows: accuracy), mean and 95% interval over sets, tasks, games or kinds"
-    figure.supxlabel(meaning, fontsize=9)
-    return figure
-
-
 PICTURES = {  # the pictures that pages show
-    "scores.png": draw_scores,
     "learning/learning_dpo.png": lambda: draw_learning("dpo"),
     "learning/learning_kto.png": lambda: draw_learning("kto"),
     "learning/learning_grpo.png": lambda: draw_learning("grpo"),
@@ -347,7 +298,6 @@ def main(
     if draw and study:
         save(draw_arms(study), path_of(study).with_suffix(".png"))
     elif draw:
-        table_of_differences().to_csv(LAB / "differences.csv", index=False)
         for name, function in PICTURES.items():
             save(function(), LAB / name)
     else:

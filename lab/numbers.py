@@ -35,6 +35,7 @@ from scipy import stats
 
 from lab import compare
 from lab.compare import LAB, before_training, path_of, read, scores
+from lab.frontier import report
 
 HUMANLINE = "offline + humanline"
 PAPERS = ("humanline, paper's ε and β", "offline, paper's ε and β")
@@ -408,11 +409,10 @@ def shares_beyond_the_bounds() -> dict:
     return {f"assumptions: {row.run}: k = {row.k}": row.beyond for row in rows.itertuples()}
 
 
-@reads("baselines", "stories", "tasks", "controls", "sums")
-def largest_share_of_the_clip() -> dict:
-    """The largest share of clipped tokens in lines of differences.csv where humanline is ahead."""
-    table = pd.read_csv(LAB / "differences.csv")
-    return {"differences: largest clipped share where humanline is ahead": table[table.low > 0].clipped.max()}
+@reads("frontier")
+def score_against_distance() -> dict:
+    """Means of arms with their intervals, and the differences and p-values of the tests."""
+    return report.numbers()
 
 
 # === Pages ===

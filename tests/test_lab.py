@@ -76,8 +76,8 @@ def test_the_command_prints_every_arm_and_pair(capsys):
 
 def test_every_picture_is_drawn_and_every_committed_picture_is_among_them(tmp_path):
     committed = {path.relative_to(compare.LAB).as_posix() for path in compare.LAB.glob("**/*.png")}
-    assert committed == set(compare.PICTURES)
-    for draw in compare.PICTURES.values():
+    assert committed == {*compare.PICTURES, "frontier/frontier.png"}
+    for draw in (*compare.PICTURES.values(), report.draw):
         figure = draw()
         assert all(ax.has_data() for ax in figure.axes)
         compare.plt.close(figure)

@@ -172,11 +172,6 @@ def test_the_numbers_are_recomputed_from_the_runs():
     pd.testing.assert_frame_equal(found, committed, rtol=1e-6, check_dtype=False)
 
 
-def test_the_table_of_differences_is_recomputed_from_the_runs():
-    committed = pd.read_csv(compare.LAB / "differences.csv")
-    pd.testing.assert_frame_equal(compare.table_of_differences(), committed, rtol=1e-9)
-
-
 def test_a_wrong_digit_is_named():
     name = "rate: game, lr 3e-4: humanline − no clip"
     text = f'[−0.103](lab/numbers.csv#L1 "{name}") [−0.116, −0.091], **[−0.10](numbers.csv "{name}")**'
