@@ -22,6 +22,8 @@ from lab.steps import METRICS, STEPS
 
 DISTANCES = dict(zip(("near", "far"), board.LIMITS))
 TITLES = {"near": "≤ 20 nats", "far": "any distance"}
+# The arms of the picture, with their names there
+LABELS = {"plain": "control", "sync only": "syncing alone", "both": "humanline", "online": "online"}
 FIXED = ("plain", "sync only", "both")  # the arms on fixed data that test D compares with online
 TESTS = {  # {letter: (first arm, second arm, distance)}
     "A": ("sync only", "plain", "near"),
@@ -30,11 +32,13 @@ TESTS = {  # {letter: (first arm, second arm, distance)}
     "D": ("online", "fixed", "far"),
 }
 
-# Further differences, chosen after the results were seen: (objective, first arm at its choice, second arm)
-AFTERWARDS = [
-    ("GRPO", ("sync only", "near"), ("plain", "far")),
-    ("DPO", ("sync only", "far"), ("plain", "near")),
-]
+# Further differences, chosen after the results were seen: {objective: [(arm and distance of the first, of the
+# second, and a step of the second's setting if it is not the chosen one)]}
+AFTERWARDS = {
+    "GRPO": [(("sync only", "near"), ("plain", "near"), 105), (("both", "far"), ("plain", "far"), 0)],
+    "KTO": [(("both", "far"), ("plain", "far"), 0)],
+    "DPO": [(("sync only", "far"), ("plain", "near"), 120), (("both", "far"), ("plain", "far"), 0)],
+}
 
 
 @cache
@@ -96,23 +100,27 @@ def tests() -> dict[tuple[str, str], tuple[compare.Difference, float, float]]:
 
 
 def draw():
-    """Draws judge against KL over the steps, means over draws, of each arm at its choice without a limit."""
+    """Draws judge against KL over the steps, means over draws. Thin lines: the choices within 20 nats."""
     figure, axes = plt.subplots(1, 3, figsize=(10, 3.8), layout="constrained", sharey=True)
     before = untrained().judge.mean()
     for ax, objective in zip(axes, make.OBJECTIVES):
-        for color, arm in zip(compare.COLORS, ("plain", "sync only", "both", "online")):
-            if values(objective, arm, "far").empty:
-                continue
-            _, words, _ = choice(objective, arm, "far")
-            means = [metrics_at(objective, arm, words, step).mean() for step in STEPS]
-            kl, judge = ([one[metric] for one in means] for metric in ("kl", "judge"))
-            ax.plot([0, *kl], [before, *judge], "o-", color=color, markersize=3, label=arm)
+        for (arm, label), color in zip(LABELS.items(), compare.COLORS):
+            for distance, width in (("far", 1.8), ("near", 0.7)):
+                if values(objective, arm, distance).empty:
+                    continue
+                words = choice(objective, arm, distance)[1]
+                means = [metrics_at(objective, arm, words, step).mean() for step in STEPS]
+                kl, judge = ([one[metric] for one in means] for metric in ("kl", "judge"))
+                line = "--" if arm == "both" else "-"  # GRPO's line lies on that of sync only
+                style = {"color": color, "markersize": 2 * width, "linewidth": width, "linestyle": line}
+                name = label if distance == "far" else f"{label}, ≤ 20 nats"
+                ax.plot([0, *kl], [before, *judge], marker="o", label=name, **style)
         ax.plot(0, before, "s", color="0.5")
         ax.axvline(board.LIMITS[0], color="black", linestyle=":", linewidth=1)
         ax.set(title=objective, xlabel="KL from the initial policy, nats")
         ax.grid(alpha=0.3)
     axes[0].set_ylabel("hidden judge's score")
-    axes[-1].legend(fontsize=8)
+    axes[0].legend(fontsize=7)
     return figure
 
 
@@ -163,9 +171,14 @@ def numbers() -> dict[str, tuple]:
             f"frontier/{letter}/{objective}/p": (p,),
             f"frontier/{letter}/{objective}/on a par": (p_equivalent,),
         }
-    for objective, first, second in AFTERWARDS:
-        lead = values(objective, *first).judge - values(objective, *second).judge
-        found[f"frontier/{objective}/{' '.join(first)} − {' '.join(second)}"] = tuple(compare.paired(lead))
+    for objective, differences in AFTERWARDS.items():
+        for first, (arm, distance), step in differences:
+            _, words, chosen = choice(objective, arm, distance)
+            second = metrics_at(objective, arm, words, step or chosen)
+            name = f"{arm} {distance}" + f", step {step}" * bool(step)
+            lead = compare.paired(values(objective, *first).judge - second.judge)
+            found[f"frontier/{objective}/{' '.join(first)} − {name}"] = tuple(lead)
+            found[f"frontier/{objective}/{name}/kl"] = (second.kl.mean(),)
     return found | {
         f"frontier/before training/{metric}": (mean,) for metric, mean in untrained().mean().items()
     }
