@@ -347,7 +347,7 @@ def clear():
     """Lets lab.frontier.report read its rows anew, before a test, after it and when it is called."""
 
     def clear():
-        for cached in (report.choice, report.values, report.tests):
+        for cached in (frontier.rows_of, report.choice, report.values, report.tests):
             cached.cache_clear()
 
     clear()

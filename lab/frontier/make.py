@@ -13,6 +13,7 @@ Every arm has nine settings: three rates times three others. Its setting and its
 twice: among all steps with a mean KL of at most 20 nats, and without this limit.
 """
 
+from functools import cache
 from itertools import product
 from typing import Literal
 
@@ -95,10 +96,15 @@ def settings(objective: str, arm: str) -> list[str]:
     return [f"{first} {other} --lr {rate}" for other, rate in product(others, RATES)]
 
 
+@cache
+def command(words: str, draw: int) -> str:
+    """Returns the command of a setting on a draw."""
+    return board.plan(f"{words} {NORM}".split(), draw, "")["command"]
+
+
 def lines(objective: str, arm: str, words: str, draws) -> list[str]:
     """Returns the lines of lab.run for a setting on some draws."""
-    commands = [board.plan(f"{words} {NORM}".split(), draw, "")["command"] for draw in draws]
-    return [f"{objective} | {arm} | {draw} | {command}" for draw, command in zip(draws, commands)]
+    return [f"{objective} | {arm} | {draw} | {command(words, draw)}" for draw in draws]
 
 
 def ranked(rows: pd.DataFrame, draws, limit: float) -> list[tuple[float, str, int]]:
@@ -119,7 +125,8 @@ def ranked(rows: pd.DataFrame, draws, limit: float) -> list[tuple[float, str, in
     return sorted(found.values(), reverse=True)
 
 
-def rows_of(objective: str, arm: str, draws) -> pd.DataFrame:
+@cache
+def rows_of(objective: str, arm: str, draws: tuple[int, ...]) -> pd.DataFrame:
     """Returns the rows of an arm on some draws, with the words of their settings in the column `words`.
 
     They are found by their commands, because a run of two arms has one row, under the other arm's name.
@@ -157,7 +164,7 @@ def lines_of(part: str) -> list[str]:
         if part == "first":
             chosen, draws = settings(objective, arm), [first]
         elif part == "second":
-            chosen, draws = chosen_settings(objective, arm, [first], 2), others
+            chosen, draws = chosen_settings(objective, arm, (first,), 2), others
         else:
             chosen, draws = chosen_settings(objective, arm, board.TUNING, 1), board.REPORTED
         for words in chosen:

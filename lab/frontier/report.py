@@ -113,7 +113,7 @@ def draw():
                 kl, judge = ([one[metric] for one in means] for metric in ("kl", "judge"))
                 line = "--" if arm == "both" else "-"  # GRPO's line lies on that of sync only
                 style = {"color": color, "markersize": 2 * width, "linewidth": width, "linestyle": line}
-                name = label if distance == "far" else f"{label}, ≤ 20 nats"
+                name = label if distance == "far" else f"{label}, tuned within 20 nats"
                 ax.plot([0, *kl], [before, *judge], marker="o", label=name, **style)
         ax.plot(0, before, "s", color="0.5")
         ax.axvline(board.LIMITS[0], color="black", linestyle=":", linewidth=1)
