@@ -100,7 +100,10 @@ def tests() -> dict[tuple[str, str], tuple[compare.Difference, float, float]]:
 
 
 def draw():
-    """Draws judge against KL over the steps, means over draws. Thin lines: the choices within 20 nats."""
+    """Draws judge against KL over the steps, means over draws. Thin lines: the choices within 20 nats.
+
+    A ring marks the step that tuning has chosen.
+    """
     figure, axes = plt.subplots(1, 3, figsize=(10, 3.8), layout="constrained", sharey=True)
     before = untrained().judge.mean()
     for ax, objective in zip(axes, make.OBJECTIVES):
@@ -115,11 +118,13 @@ def draw():
                 style = {"color": color, "markersize": 2 * width, "linewidth": width, "linestyle": line}
                 name = label if distance == "far" else f"{label}, tuned within 20 nats"
                 ax.plot([0, *kl], [before, *judge], marker="o", label=name, **style)
+                at = STEPS.index(choice(objective, arm, distance)[2])
+                ax.plot(kl[at], judge[at], "o", markersize=9, fillstyle="none", color=color)  # in the tests
         ax.plot(0, before, "s", color="0.5")
         ax.axvline(board.LIMITS[0], color="black", linestyle=":", linewidth=1)
         ax.set(title=objective, xlabel="KL from the initial policy, nats")
         ax.grid(alpha=0.3)
-    axes[0].set_ylabel("hidden judge's score")
+    axes[0].set_ylabel("mean score of the hidden judge")
     axes[0].legend(fontsize=7)
     return figure
 
