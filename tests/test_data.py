@@ -646,7 +646,8 @@ REFUSED = ("deepseek", "nemotron", "idefics", "llava", "smolvlm")
 def test_under_any_template_tokens_are_those_of_the_whole_conversation(name, kind):
     tokenizer = bytes_or_pieces(kind, (TEMPLATES / name).read_text())
     if name.startswith(REFUSED):
-        with pytest.raises(Exception, match="when an answer follows|changes or drops|no attribute 'text'"):
+        refused = "when an answer follows|changes or drops|no attribute 'text'"
+        with pytest.raises((Exception, InputError), match=refused):
             encode_ids(tokenizer, CAPITAL, PARIS)
         return
     prompt_ids, ids = encode_ids(tokenizer, [U(CAPITAL)], PARIS)

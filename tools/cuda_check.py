@@ -299,7 +299,7 @@ def main(only: tuple[str, ...] = ("",)):
                 started = time.monotonic()
                 try:
                     verdict, text = "ok", row()
-                except Exception as error:
+                except (Exception, utils.InputError) as error:
                     verdict, text, wrong = "WRONG", " ".join(str(error).split()), 1
                 print(f"| {name} | {verdict} | {text} | {time.monotonic() - started:.0f} |", flush=True)
     sys.exit(wrong)
