@@ -36,7 +36,7 @@ PAGE, NOTEBOOK, LOSSES = DOCS / "humanline.md", DOCS / "humanline.ipynb", DOCS /
 SCRIPTS = ("dpo", "grpo", "kto")
 SIXTEEN_STEPS = "--k 4 --num-steps 16 --lr 1e-3 --warmup-fraction 0 --dtype float64 --model toy/tales/policy"
 SIXTEEN_STEPS += " --dataset toy/tales/preferences_train.jsonl.gz --max-prompt-length 64 --max-length 128"
-READ_BY_CELLS = ["docs/lesson.csv", "lab/baselines/baselines.csv", "tools/tokens.html", "tools/tokens.py"]
+READ_BY_CELLS = ["docs/lesson.csv", "tools/tokens.html", "tools/tokens.py"]
 OF_LOSSES = [f"{name}_humanline.py" for name in SCRIPTS] + ["utils.py"]
 
 

@@ -64,7 +64,7 @@ def test_the_notebook_has_outputs_without_warnings_and_exercises_have_none():
     assert not any(output.get("name") == "stderr" for cell in cells for output in cell.outputs)
     assert not any(cell.outputs for cell in notebook.cells if cell.cell_type == "code" and cell not in cells)
     drawn = [name for cell in cells for name in make_notebook.pictures(cell)]
-    assert drawn == "push sync tokens bars lottery gamma".split()
+    assert drawn == "push sync tokens lottery gamma".split()
     for name in drawn:
         for page in (make_notebook.PAGE, make_notebook.DOCS / "slides.md"):
             assert f"({name}.png)" in page.read_text(), (page, name)

@@ -54,7 +54,7 @@ def read(name: str) -> str:
 
 @pytest.mark.parametrize("name", ALL_SCRIPTS)
 def test_grep_finds_the_two_lines_of_the_paper(name):
-    """docs/dpo.md has the command."""
+    """So that a reader finds them at once."""
     assert read(name).count("# humanline clipping") == read(name).count("# humanline syncing") == 1
 
 
