@@ -285,7 +285,8 @@ def main(args: Args, words: list[str]):
         show_tuning(rows, name)
     else:
         mine = read("mine")
-        show_report(pd.concat([mine[(mine.name == name) & mine.draw.isin(TUNING)], rows]), name, others)
+        ours = pd.concat([mine[mine.name == name], rows])  # also the draws of its other choice
+        show_report(ours.drop_duplicates(["words", "file", "draw"], keep="last"), name, others)
     picture = run.ROOT / "runs" / "board.png"
     picture.parent.mkdir(exist_ok=True)
     compare.save(draw_board(rows, name, others), picture)

@@ -34,10 +34,11 @@ TESTS = {  # {letter: (first arm, second arm, distance)}
 
 # Further differences, chosen after the results were seen: {objective: [(arm and distance of the first, of the
 # second, and a step of the second's setting if it is not the chosen one)]}
+BOTH = [(("both", "far"), (arm, "far"), 0) for arm in ("plain", "online")]
 AFTERWARDS = {
-    "GRPO": [(("sync only", "near"), ("plain", "near"), 105), (("both", "far"), ("plain", "far"), 0)],
-    "KTO": [(("both", "far"), ("plain", "far"), 0)],
-    "DPO": [(("sync only", "far"), ("plain", "near"), 120), (("both", "far"), ("plain", "far"), 0)],
+    "GRPO": [(("sync only", "near"), ("plain", "near"), 105), *BOTH],
+    "KTO": BOTH,
+    "DPO": [(("sync only", "far"), ("plain", "near"), 120), *BOTH],
 }
 
 
@@ -116,6 +117,7 @@ def draw():
                 kl, judge = ([one[metric] for one in means] for metric in ("kl", "judge"))
                 line = "--" if arm == "both" else "-"  # GRPO's line lies on that of sync only
                 style = {"color": color, "markersize": 2 * width, "linewidth": width, "linestyle": line}
+                style["zorder"] = 3 if arm == "plain" else 2  # else the thin control lies under others
                 name = label if distance == "far" else f"{label}, tuned within 20 nats"
                 ax.plot([0, *kl], [before, *judge], marker="o", label=name, **style)
                 at = STEPS.index(choice(objective, arm, distance)[2])
@@ -166,6 +168,8 @@ def numbers() -> dict[str, tuple]:
             if (objective, arm) in make.ARMS:
                 found[f"{name}/tuning"] = (choice(objective, arm, distance)[0],)
             table = values(objective, arm, distance)
+            if len(table):
+                found[f"{name}/least"] = (table.judge.min(),)
             for metric, column in table.items() if len(table) else ():
                 half = compare.half_interval(column)
                 mean = (column.mean(), column.mean() - half, column.mean() + half)
