@@ -161,10 +161,11 @@ HEAD = ["method", "settings", "at ≤ 20 nats", "at any distance", "kl", "finish
 def line_of(name: str, rows: pd.DataFrame) -> tuple:
     """Returns whether a method repeats itself, minus its number, and the cells of its line."""
     near, far = (at_choice(rows, limit)[0] for limit in LIMITS)
+    near = near[: None if len(near) >= len(far) else 0]  # some draws of a choice give no number
     means = far.mean()
     settings = len(rows[rows.draw.isin(TUNING)].drop_duplicates(["words", "file"]))
-    cells = [name, str(settings), cell(near.judge), cell(far.judge), f"{means.kl:z.1f}"]
-    cells += [f"{means.finished:.2f}", f"{means.trigrams:.2f}", f"{means.core:.0f}"]
+    others = [f"{means.kl:z.1f}", f"{means.finished:.2f}", f"{means.trigrams:.2f}", f"{means.core:.0f}"]
+    cells = [name, str(settings), cell(near.judge), cell(far.judge), *(others if len(far) else "––––")]
     return means.trigrams < LEAST_TRIGRAMS, -near.judge.mean() if len(near) else math.inf, cells
 
 

@@ -108,6 +108,9 @@ def test_the_tuning_chooses_setting_and_step_within_the_limit():
     assert note == "step 30 of fast, as the tuning has chosen"
     near, note = board.at_choice(rows, 20)
     assert near.empty and note.startswith("step 15 of slow")  # which has not been reported
+    some = make_rows("m", "slow", range(31, 34), {15: 0.8}, KL)
+    assert board.line_of("m", pd.concat([rows, some]))[2][2] == "–"  # three draws of twelve
+    assert board.line_of("m", pd.concat([tuned, some]))[2][3:] == ["–"] * 5  # the other choice was not run
     for untuned in (reported, pd.concat([tuned, reported.assign(file="another version")])):
         far, note = board.at_choice(untuned, math.inf)
         assert list(far.judge) == list(reported["judge@120"]) and "nothing was tuned" in note
