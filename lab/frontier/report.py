@@ -32,9 +32,10 @@ TESTS = {  # {letter: (first arm, second arm, distance)}
     "D": ("online", "fixed", "far"),
 }
 
+# humanline minus the control and online
+BOTH = [(("both", "far"), (arm, "far"), 0) for arm in ("plain", "online")]
 # Further differences, chosen after the results were seen: {objective: [(arm and distance of the first, of the
 # second, and a step of the second's setting if it is not the chosen one)]}
-BOTH = [(("both", "far"), (arm, "far"), 0) for arm in ("plain", "online")]
 AFTERWARDS = {
     "GRPO": [(("sync only", "near"), ("plain", "near"), 105), *BOTH],
     "KTO": BOTH,
