@@ -63,7 +63,7 @@ def main():
     figure = plt.figure(figsize=(10, 3))
     ax = figure.add_axes((0, 0, 1, 1), xlim=(0, 1000), ylim=(300, 0))
     ax.axis("off")
-    title = "One step. A sync after the update would, with k = 1, keep both models equal."
+    title = "One step. The sync comes before the update: with k = 1, the reference stays one update behind."
     ax.text(20, 24, title, fontsize=10)
     for *line, start, end in ARROWS:
         ax.plot(*zip(*line, start), color="#333", lw=1.1)

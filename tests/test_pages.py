@@ -127,7 +127,7 @@ def test_every_row_names_a_command_and_the_commit_at_which_it_repeats(file):
 # === Numbers ===
 # Without a link these pages have only settings and, for each page, the paper's numbers and a few others.
 RESULTS = ("README.md", "docs/results.md", "docs/replication.md", "docs/first_run.md", "docs/curves.md")
-SETTINGS = r"[βε],?(?: of)? \(?\d*\.\d+(?:,? (?:and|or|not) \d*\.\d+)?|§[\d.]+|±\d*\.\d+|p < 0\.05|95%"
+SETTINGS = r"[βε],?(?: of)? \(?\d*\.\d+(?:,? (?:and|or|not) \d*\.\d+)?|§[\d.]+|±\d*\.\d+|p <\s0\.05|95%"
 SETTINGS += r"|Python 3\.\d+|\d\.\d+B\b|0\.1 (?:to 135 )?million"
 NOT_RESULTS = {
     "docs/results.md": "0.1 0.0025",  # β of GRPO and KTO
