@@ -32,8 +32,10 @@ TESTS = {  # {letter: (first arm, second arm, distance)}
     "D": ("online", "fixed", "far"),
 }
 
-# humanline minus the control and online
+# humanline minus the control and online, and the paper's own settings
 BOTH = [(("both", "far"), (arm, "far"), 0) for arm in ("plain", "online")]
+BOTH.append((("both", "near"), ("plain", "near"), 0))
+BOTH.append((("paper, humanline", "far"), ("paper, plain", "far"), 0))
 # Further differences, chosen after the results were seen: {objective: [(arm and distance of the first, of the
 # second, and a step of the second's setting if it is not the chosen one)]}
 AFTERWARDS = {
