@@ -173,15 +173,6 @@ def recovered_accuracy() -> dict:
     return {f"controls: share that {arm} recovers": shares[arm] for arm in arms}
 
 
-@reads("controls")
-def one_game() -> dict:
-    """Humanline − no clip in the tuning of `controls` at 3e-4, three seeds."""
-    rows = read("controls", "tuning")
-    table = rows[rows.lr == 3e-4].pivot_table("curve", "seed", "arm")
-    lead = compare.paired(table["humanline, k=16"] - table["no clip"])
-    return {"controls, tuning at 3e-4: humanline − no clip": lead}
-
-
 @reads("clipping", "figure5_dpo")
 def clipping_at_two_rates() -> dict:
     """Clipping − no clipping, paired by seed, as a mean over two rates."""

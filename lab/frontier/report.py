@@ -42,7 +42,7 @@ COMMON = [
 ]
 FURTHER = {
     "GRPO": [(("sync only", "near"), ("plain", "near"), 105), *COMMON],
-    "KTO": COMMON,
+    "KTO": [(("both", "near"), ("sync only", "near"), 105), *COMMON],
     "DPO": [(("sync only", "far"), ("plain", "near"), 120), *COMMON],
 }
 
@@ -110,7 +110,7 @@ def draw():
 
     A ring marks the step that tuning has chosen, a dotted one within 20 nats.
     """
-    figure, axes = plt.subplots(1, 3, figsize=(10, 3.8), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(1, 3, figsize=(10, 4.2), layout="constrained", sharey=True)
     before = untrained().judge.mean()
     for ax, objective in zip(axes, make.OBJECTIVES):
         for (arm, label), color in zip(LABELS.items(), compare.COLORS):
@@ -132,8 +132,8 @@ def draw():
         ax.axvline(board.LIMITS[0], color="black", linestyle=":", linewidth=1)
         ax.set(title=objective, xlabel="KL from the initial policy, nats")
         ax.grid(alpha=0.3)
-    axes[0].set_ylabel("mean score of the hidden judge")
-    axes[0].legend(fontsize=7)
+    axes[0].set_ylabel("mean score of the judge")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     return figure
 
 
