@@ -15,7 +15,8 @@ kl, kl_error    KL(model, initial model) of an answer in nats, and its standard 
 logps_chosen    log-prob of the held-out chosen texts in nats, a sum over tokens and a mean over texts
 logps_rejected  the same of the rejected texts, which are written in another style
 
-Models compute in bf16. greedy.jsonl has the greedy answers to the held-out prompts.
+Models compute in the run's --dtype, an untrained one in bf16. greedy.jsonl has the greedy answers to the
+held-out prompts.
 """
 
 import json
@@ -68,8 +69,10 @@ def main(
         completions = [row[key] for key in ("chosen", "rejected") if key in row]
         return data.encode(args, tokenizer, eos_ids, row["prompt"], completions)
 
+    dtype = getattr(torch, saved.get("dtype", "bfloat16"))
+
     def load(path):
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
     final = folder / "final"
     model, initial = load(final if final.exists() else folder), load(args.model)
