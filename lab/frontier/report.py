@@ -42,7 +42,7 @@ COMMON = [
 ]
 FURTHER = {
     "GRPO": [(("sync only", "near"), ("plain", "near"), 105), *COMMON],
-    "KTO": [(("both", "near"), ("sync only", "near"), 105), *COMMON],
+    "KTO": [(("both", "near"), ("plain", "near"), 105), *COMMON],
     "DPO": [(("sync only", "far"), ("plain", "near"), 120), *COMMON],
 }
 
