@@ -6,6 +6,7 @@ It reads the folder's final model and its args.json. Of a folder without both, s
 reads the model, and compares it with itself. The values of score.json:
 
 share           share of greedy answers that show the behaviour
+share_256       the same if an answer may have 256 tokens, in place of 64 as in all other values
 right           share of right greedy answers, of 30 tokens, to other questions (tools/questions.jsonl)
 finished        share of greedy answers that end with an EOS token
 length          mean number of tokens of a greedy answer, of at most 64
@@ -86,7 +87,8 @@ def main(
     rows = make.make_rows(behaviour)[part]
     chosen, rejected = zip(*map(encode, rows))
     prompt_ids = [example.prompt_ids for example in chosen]
-    greedy = answer(prompt_ids, 64, do_sample=False)
+    long = answer(prompt_ids, 256, do_sample=False)
+    greedy = [ids[:64] for ids in long]
     texts = decode(greedy)
     shows = [make.BEHAVIOURS[behaviour](text) for text in texts]
 
@@ -101,6 +103,7 @@ def main(
 
     score = {
         "share": fmean(shows),
+        "share_256": fmean(map(make.BEHAVIOURS[behaviour], decode(long))),
         "right": fmean(right),
         "finished": fmean(ids[-1] in eos_ids for ids in greedy),
         "length": fmean(map(len, greedy)),
