@@ -341,7 +341,7 @@ def own_pairs() -> dict:
     rows.loc[tuning, "name"] = "own/" + arms[tuning] + "/" + passes + "/" + rate
     found = {}
     for name, runs in rows.groupby("name"):
-        found |= {f"{name}/{metric}": runs[metric].mean() for metric in ("share", "right", "kl")}
+        found |= {f"{name}/{metric}": runs[metric].mean() for metric in ("share", "share_256", "right", "kl")}
         found |= {f"{name}/share/least": runs.share.min(), f"{name}/share/greatest": runs.share.max()}
     return found
 
