@@ -175,4 +175,5 @@ def test_the_folder_fails_as_it_is_and_passes_when_it_is_solved(tmp_path):
         command = [sys.executable, "-m", "pytest", "homework"]
         run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert re.search(r"=+ (.*) in ", run.stdout.splitlines()[-1])[1] == result, run.stdout
-        assert result == "8 passed" or run.stdout.count("NotImplementedError: ") >= 8
+        unwritten = run.stdout.count("NotImplementedError: ") >= 8
+        assert unwritten == (result == "8 failed")
