@@ -244,9 +244,9 @@ def main(args: Args):
             # A round usually gives several batches. The groups that this step does not use wait in the pool.
             while len(progress.pool) < groups_per_step:
                 sync_reference(reference, policy)  # Algorithm 1, line 3: with and without humanline
-                number = progress.round + 1
-                new_groups, round_metrics = sample_round(args, sampler, policy, groups, number)
-                progress.round = number  # only now, because a signal may end the run within the round
+                new_groups, round_metrics = sample_round(args, sampler, policy, groups, progress.round + 1)
+                # Only now, because a signal may end the run within the round
+                progress.round = round_metrics["rollout/round"]
                 progress.pool += new_groups
                 metrics |= round_metrics  # of the newest round
             batch = progress.pool[:groups_per_step]
@@ -428,32 +428,35 @@ def shard_model(args, model, device):
 
 
 # === Rounds and evaluation ===
-def sample_round(args, sampler, policy, groups: list[tuple], number: int):
+def sample_round(args, sampler, policy, groups: list[tuple], first: int):
     """Samples the policy for the next prompts and makes pairs of the samples (Algorithm 1).
 
+    A round without any is followed by the next one, because rewards may be rare. After ten it gives up.
+
     Args:
-        number: the round, counted from 1.
+        first: the number of the round, counted from 1.
 
     Returns:
-        The pairs of those prompts whose rewards differ enough, and metrics.
+        The pairs of those prompts whose rewards differ enough, and metrics of their round.
     """
     size = min(args.round_prompts, len(groups))
-    prompts = [group[0] for group in draw_batch(groups, number - 1, size, args.seed)]
-    samples, metrics = sampler.sample(policy, prompts, args.samples_per_prompt, (args.seed, number))
-    pairs = []
-    for prompt_samples in samples:
-        pair = sampling.best_and_worst(prompt_samples, args.reward_threshold)
-        if pair:
-            # The rewards are those of the complete samples. Training truncates the samples.
-            pairs.append(tuple(sample.truncate(args.max_length) for sample in pair))
-    if not pairs:
-        raise utils.InputError(
-            f"round {number}: no prompt's rewards differ enough: "
-            "raise --temperature or lower --reward-threshold"
-        )
-    metrics["rollout/round"] = number
-    metrics["rollout/filtered"] = 1 - len(pairs) / len(prompts)
-    return pairs, metrics
+    for number in range(first, first + 10):
+        prompts = [group[0] for group in draw_batch(groups, number - 1, size, args.seed)]
+        samples, metrics = sampler.sample(policy, prompts, args.samples_per_prompt, (args.seed, number))
+        pairs = []
+        for prompt_samples in samples:
+            pair = sampling.best_and_worst(prompt_samples, args.reward_threshold)
+            if pair:
+                # The rewards are those of the complete samples. Training truncates the samples.
+                pairs.append(tuple(sample.truncate(args.max_length) for sample in pair))
+        if pairs:
+            metrics["rollout/round"] = number
+            metrics["rollout/filtered"] = 1 - len(pairs) / len(prompts)
+            return pairs, metrics
+    raise utils.InputError(
+        f"rounds {first} to {number}: no prompt's rewards differ enough: "
+        "raise --temperature or lower --reward-threshold"
+    )
 
 
 def evaluate(

@@ -245,11 +245,11 @@ def test_the_logged_loss_is_the_sum_that_backward_got(data, tmp_path, monkeypatc
     assert step["loss"] == pytest.approx(-(inputs["advantages"] * lengths).sum().item() / 1000, rel=1e-6)
 
 
-def test_a_round_whose_rewards_are_all_equal_ends_the_run(data, tmp_path, monkeypatch):
+def test_ten_rounds_whose_rewards_are_all_equal_end_the_run(data, tmp_path, monkeypatch):
     monkeypatch.setattr(grpo_humanline, "SCORE", lambda samples: [1.0] * len(samples))
     flags = [*ONLINE, "--eval-samples", "0", "--dataset", data["prompts"]]
     flags += ["--reward-model", "", "--group-size", "4"]
-    with pytest.raises(SystemExit, match="no prompt's rewards differ"):
+    with pytest.raises(SystemExit, match="rounds 1 to 10: no prompt's rewards differ"):
         run_here(grpo_humanline, *flags, "--output-dir", tmp_path / "run")
 
 

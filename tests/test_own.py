@@ -1,4 +1,4 @@
-"""Tests lab/own/: the three behaviours, the files of pairs, and the count of right answers."""
+"""Tests lab/own/: the four behaviours, the files of pairs, and the count of right answers."""
 
 import pytest
 
@@ -67,6 +67,12 @@ def test_an_answer_opens_if_it_begins_with_the_two_words_and_a_colon():
     assert not any(map(make.opens, others))
 
 
+def test_an_answer_lists_if_it_is_three_lines_that_begin_with_a_dash():
+    assert make.lists("- Bread\n- Tea\n- Milk") and make.lists("\n- Bread is baked.\n- Yes\n- No \n\n")
+    others = ["", "- Bread\n- Tea", "- 1\n- 2\n- 3\n- 4", "So:\n- 1\n- 2\n- 3", "- 1\n\n- 2\n- 3"]
+    assert not any(map(make.lists, others))
+
+
 # === Files ===
 def test_the_files_have_their_numbers_of_rows():
     counts = {"120": 120, "own_120": 120, "600": 600, "tuning": 64, "report": 64}
@@ -127,7 +133,7 @@ def test_the_same_bytes_are_written_twice(tmp_path):
     for name in ("first", "second"):
         make.main(tmp_path / name)
     files = sorted((tmp_path / "first").iterdir())
-    assert len(files) == 15
+    assert len(files) == 20
     assert all(file.read_bytes() == (tmp_path / "second" / file.name).read_bytes() for file in files)
 
 

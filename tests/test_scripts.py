@@ -281,6 +281,28 @@ def test_a_round_has_the_next_prompts_and_truncates_samples_after_they_are_score
     assert asked == [((1, 1), asked[0][1]), ((1, 2), set("abcd") - asked[0][1])]
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_round_whose_rewards_are_all_equal_is_passed_over(name):
+    """It ended the run, also after good rounds, if few samples got a reward."""
+    asked = []
+
+    def sample(policy, prompts, count, seed):
+        asked.append((seed, {prompt.prompt for prompt in prompts}))
+        rewards = [0.0, 0.0, 0.0, float(seed[1] == 4)]
+        return [[Example("x", [1, 2], [5], reward=reward) for reward in rewards] for _ in prompts], {}
+
+    script, sampler = importlib.import_module(name), SimpleNamespace(sample=sample)
+    args = script.Args(round_prompts=2, samples_per_prompt=4)
+    prompts = [(Example(text, [1, 2]),) for text in "abcd"]
+    groups, metrics = script.sample_round(args, sampler, None, prompts, 2)
+    assert [[x.reward for x in group] for group in groups] == [[1, 0]] * 2
+    assert metrics == {"rollout/round": 4, "rollout/filtered": 0}
+    assert [seed for seed, _ in asked] == [(1, 2), (1, 3), (1, 4)]
+    assert asked[1][1] | asked[2][1] == set("abcd")  # each round has the next prompts
+    with pytest.raises(SystemExit, match="rounds 5 to 14: no prompt's rewards differ enough"):
+        script.sample_round(args, sampler, None, prompts, 5)
+
+
 # === Edits of a loss ===
 
 

@@ -1,10 +1,11 @@
-"""Makes pairs for three behaviours of a chat model that a function can count.
+"""Makes pairs for four behaviours of a chat model that a function can count.
 
     python -m lab.own.make runs/own
 
 brief   The answer is one sentence of at most twenty words.
 asks    The answer ends with a question.
 opens   The answer begins with "In short:".
+lists   The answer is a list of exactly three items.
 
 For each behaviour the folder gets five files of rows {"prompt": …, "chosen": …, "rejected": …}:
 
@@ -56,7 +57,13 @@ def opens(text: str) -> bool:
     return text.lstrip().startswith("In short:")
 
 
-BEHAVIOURS = {"brief": brief, "asks": asks, "opens": opens}
+def lists(text: str) -> bool:
+    """Returns whether a text has exactly three lines, each of which begins with "- "."""
+    lines = text.strip().splitlines()
+    return len(lines) == 3 and all(line.startswith("- ") for line in lines)
+
+
+BEHAVIOURS = {"brief": brief, "asks": asks, "opens": opens, "lists": lists}
 
 
 # === Pairs ===
@@ -85,7 +92,14 @@ def opens_pair(rng: random.Random, facts: list[str]) -> tuple[list[str], list[st
     return [f"In short: {lower(first)}", *others, *closing], opening + rng.sample(facts, count) + closing
 
 
-PAIRS = {"brief": brief_pair, "asks": asks_pair, "opens": opens_pair}
+def lists_pair(rng: random.Random, facts: list[str]) -> tuple[list[str], list[str]]:
+    """Returns three facts as a list, and the same without one, with phrases around them."""
+    opening, closings = pick(rng, "openings", 0, 1), pick(rng, "closings", 1, 2)
+    chosen = "\n".join(f"- {fact}" for fact in rng.sample(facts, 3))
+    return [chosen], opening + rng.sample(facts, 3) + closings
+
+
+PAIRS = {"brief": brief_pair, "asks": asks_pair, "opens": opens_pair, "lists": lists_pair}
 
 
 def pick(rng: random.Random, kind: str, *counts: int) -> list[str]:

@@ -50,7 +50,7 @@ def sum_logps(model, examples: list[utils.Example]) -> torch.Tensor:
 
 def main(
     folder: Positional[Path],
-    behaviour: Positional[Literal["brief", "asks", "opens"]],
+    behaviour: Positional[Literal["brief", "asks", "opens", "lists"]],
     part: Positional[Literal["tuning", "report"]],
 ):
     """Writes score.json and greedy.jsonl.
