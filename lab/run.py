@@ -114,7 +114,8 @@ def make_row(run: dict, at: str, score: bool) -> dict:
     row |= {name: version(name) for name in ("torch", "transformers")}
     row |= {"seconds": round(time.monotonic() - started, 1), "failed": ""}
     if done.returncode:
-        errors = re.findall(r"^\w*[eE]rror: .*", done.stderr, re.MULTILINE) or done.stderr.splitlines()
+        # An error may stand behind a progress bar, in the same line.
+        errors = re.findall(r"\w*[eE]rror: .*", done.stderr) or done.stderr.splitlines()
         return row | {"failed": errors[-1] if errors else f"exit code {done.returncode}"}
     if score and (scored := shell(f"{sys.executable} -m lab.score {folder}")).returncode:
         said = scored.stderr.splitlines() or [f"exit code {scored.returncode}"]
