@@ -280,8 +280,7 @@ def main(args: Args):
             while len(progress.pool) < groups_per_step:
                 sync_reference(reference, policy)  # Algorithm 1, line 3: with and without humanline
                 new_groups, round_metrics = sample_round(args, sampler, policy, groups, progress.round + 1)
-                # Only now, because a signal may end the run within the round
-                progress.round = round_metrics["rollout/round"]
+                progress.round = round_metrics["rollout/round"]  # only now: a signal may end the run before
                 progress.pool += new_groups
                 metrics |= round_metrics  # of the newest round
             batch = progress.pool[:groups_per_step]
@@ -496,10 +495,10 @@ def shard_model(args, model, device):
 def sample_round(args, sampler, policy, groups: list[tuple], first: int):
     """Samples the policy for the next prompts and makes pairs of the samples (Algorithm 1).
 
-    A round without any is followed by the next one, because rewards may be rare. After ten it gives up.
+    Rewards may be rare, so a round without a pair is followed by the next one, up to ten times.
 
     Args:
-        first: the number of the round, counted from 1.
+        first: the number of the first round, counted from 1.
 
     Returns:
         The pairs of those prompts whose rewards differ enough, and metrics of their round.

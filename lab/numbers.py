@@ -335,7 +335,7 @@ def own_pairs() -> dict:
     """The share of answers with the behaviour, and others: of tuning by setting, of the report by arm."""
     rows = pd.read_csv(path_of("own"))
     tuning = rows.panel == "brief"
-    passes, rate = rows.instance[tuning].str.extract(r"(\d+) (?:passes|steps) (\S+)").T.to_numpy()
+    passes, rate = rows.instance[tuning].str.extract(r"(\d) passes (\S+)").T.to_numpy()
     arms = rows.arm.str.replace(" ", "_")
     rows["name"] = "own/" + rows.panel.str.replace(" ", "/") + "/" + arms
     rows.loc[tuning, "name"] = "own/" + arms[tuning] + "/" + passes + "/" + rate

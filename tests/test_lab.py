@@ -138,6 +138,13 @@ def test_a_score_that_fails_is_a_row():
     assert row["failed"].startswith("its score: FileNotFoundError")
 
 
+def test_the_cause_of_a_failed_run_is_its_error_and_not_the_progress_bar():
+    """The error stood behind the bar, which was then drawn once more."""
+    said = r"5%% 2/40 error: round 3\n5%% 2/40\n"
+    row = run.make_row({"command": f"printf '{said}' >&2; false"}, "abc1234", score=False)
+    assert row["failed"] == "error: round 3"
+
+
 def test_a_command_on_two_lines_is_run_once(tmp_path, monkeypatch):
     """Two runs at a time in one folder removed each other's files, and the failed row was not made again."""
     made = []
